@@ -1,0 +1,1 @@
+"""Retained memory: mapping it, looking at it, storing to it."""

@@ -1,0 +1,93 @@
+"""Control words of one rank: hints that a trainer leaves for the agent, and requests that the agent leaves for the trainer.
+
+Aligned 8-byte words, each written by one side only. They are hints: nothing that must be true after a crash is kept here.
+"""
+
+from __future__ import annotations
+
+import enum
+import mmap
+import time
+
+import numpy as np
+
+from leto_jax import errors
+from leto_jax.faults import Phase
+
+MAGIC = 0x4C45544F43540001
+BYTES = 4096
+PHASES = tuple(Phase)
+
+
+class Word(enum.IntEnum):
+    """Index of each word. Times are CLOCK_MONOTONIC nanoseconds, comparable between processes of one machine."""
+
+    MAGIC = 0
+    # written by the trainer
+    PID = enum.auto()
+    INCARNATION = enum.auto()
+    PHASE = enum.auto()
+    PHASE_SINCE_NS = enum.auto()
+    COMMIT = enum.auto()
+    STEPS = enum.auto()
+    ARMED_SINCE_NS = enum.auto()  # compute was dispatched and its commit not yet observed; 0 = watchdog off
+    SECTION_DEADLINE_NS = enum.auto()
+    LAST_STEP_NS = enum.auto()
+    STEPS_DONE = enum.auto()  # commits by this incarnation
+    FIRST_COMMIT_NS = enum.auto()
+    INJECT_TAKEN = enum.auto()
+    INJECT_FIRED_NS = enum.auto()
+    INJECT_FIRED_STEP = enum.auto()
+    COMPILES = enum.auto()
+    # written by the agent; the sequence last
+    INJECT_KIND = enum.auto()
+    INJECT_PHASE = enum.auto()
+    INJECT_STEP = enum.auto()
+    INJECT_CHUNK = enum.auto()
+    INJECT_SEQUENCE = enum.auto()
+
+
+class Control:
+    """The words behind a descriptor. Owns its mapping."""
+
+    def __init__(self, fd: int):
+        self._map = mmap.mmap(fd, BYTES, mmap.MAP_SHARED)
+        self._words = np.frombuffer(self._map, np.int64)
+
+    def __getitem__(self, word: Word) -> int:
+        return int(self._words[word])
+
+    def __setitem__(self, word: Word, value: int) -> None:
+        self._words[word] = value
+
+    def claim(self, pid: int, incarnation: int, steps: int) -> None:
+        """A trainer begins to write: clears what its predecessor left."""
+        for word in Word:
+            if Word.PID <= word <= Word.COMPILES and word is not Word.INJECT_TAKEN:
+                self[word] = 0
+        self[Word.INJECT_TAKEN] = self[Word.INJECT_SEQUENCE]
+        self[Word.STEPS] = steps
+        self[Word.INCARNATION] = incarnation
+        self[Word.PHASE] = PHASES.index(Phase.INIT)
+        self[Word.PHASE_SINCE_NS] = time.monotonic_ns()
+        self[Word.MAGIC] = MAGIC
+        self[Word.PID] = pid
+
+    def enter(self, phase: Phase) -> None:
+        self[Word.PHASE] = PHASES.index(phase)
+        self[Word.PHASE_SINCE_NS] = time.monotonic_ns()
+
+    @property
+    def phase(self) -> Phase:
+        """Raises RecordError when the word holds no phase: the block is damaged."""
+        number = self[Word.PHASE]
+        if not 0 <= number < len(PHASES):
+            raise errors.RecordError(f"control word PHASE: expected 0..{len(PHASES) - 1}, found {number}; the control block is damaged")
+        return PHASES[number]
+
+    def close(self) -> None:
+        self._words = np.zeros(len(Word), np.int64)
+        try:
+            self._map.close()
+        except BufferError:
+            pass  # somebody still looks at it: the mapping goes with them

@@ -1,0 +1,100 @@
+"""A mapped arena, and the one way to store to it.
+
+Views are handed out read-only; `Arena.store` and `Arena.store_record` are the only writers, so every store passes a crash point.
+Host memory (memfd) here. A device arena offers the same offsets; its stores are made by programs with donated views.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import mmap
+import os
+
+import numpy as np
+
+from leto_jax import errors, faults, records
+from leto_jax.faults import Moment, Point
+
+
+class Arena:
+    """`nbytes` of shared memory behind a descriptor, mapped read-write. Owns the mapping, not the descriptor.
+
+    Raises LayoutError if the descriptor holds fewer bytes than the plan needs.
+    """
+
+    def __init__(self, fd: int, nbytes: int, name: str):
+        found = os.fstat(fd).st_size
+        if found < nbytes:
+            raise errors.LayoutError(f"arena {name!r}: the plan needs {nbytes} bytes, the descriptor holds {found}; it belongs to another plan")
+        self.name, self.nbytes = name, nbytes
+        self._map = mmap.mmap(fd, nbytes, mmap.MAP_SHARED, mmap.PROT_READ | mmap.PROT_WRITE)
+        if hasattr(mmap, "MADV_DONTDUMP"):
+            self._map.madvise(mmap.MADV_DONTDUMP)  # a core dump must not copy the whole state to disk
+        self._bytes = np.frombuffer(self._map, np.uint8)
+        self._read_only = self._bytes.view()
+        self._read_only.flags.writeable = False
+
+    @property
+    def address(self) -> int:
+        return self._bytes.ctypes.data
+
+    def view(self, offset: int, nbytes: int) -> np.ndarray:
+        """Read-only bytes; no copy."""
+        return self._read_only[offset : offset + nbytes]
+
+    def array(self, offset: int, shape: tuple[int, ...], dtype: np.dtype) -> np.ndarray:
+        """A read-only array of `shape` and `dtype` at `offset`; no copy."""
+        count = int(np.prod(shape, dtype=np.int64)) * dtype.itemsize
+        return self.view(offset, count).view(dtype).reshape(shape)
+
+    def store(self, point: Point, offset: int, data: np.ndarray) -> None:
+        """Copies `data` (any dtype, C-contiguous) to `offset`.
+
+        Crash: any prefix of the bytes may have arrived; a later record must say when they all have.
+        Cost: one memcpy, 10 GB/s or so; blocking.
+        """
+        flat = data.reshape(-1).view(np.uint8) if data.size else np.empty(0, np.uint8)
+        target = self._bytes[offset : offset + flat.size]
+        hook = faults.store_hook()
+        if hook is None:
+            np.copyto(target, flat)
+            return
+        hook(point, Moment.BEFORE, flat.size)
+        half = flat.size // 2
+        np.copyto(target[:half], flat[:half])
+        hook(point, Moment.TORN, flat.size)
+        np.copyto(target[half:], flat[half:])
+        hook(point, Moment.AFTER, flat.size)
+
+    def store_record(self, point: Point, offset: int, record: records.Record) -> None:
+        """Stores a record: its first 56 bytes, then the last 8 with the crc as one aligned store.
+
+        Crash: the old record, the new one, or one that does not check.
+        """
+        data = np.frombuffer(record.pack(), np.uint64)
+        target = self._bytes[offset : offset + records.BYTES].view(np.uint64)
+        hook = faults.store_hook()
+        if hook is not None:
+            hook(point, Moment.BEFORE, records.BYTES)
+        target[:7] = data[:7]
+        if hook is not None:
+            hook(point, Moment.TORN, records.BYTES)
+        target[7] = data[7]
+        if hook is not None:
+            hook(point, Moment.AFTER, records.BYTES)
+
+    def record(self, offset: int, kind: records.Kind) -> records.Record | None:
+        """The valid record of `kind` at `offset`, or None."""
+        return records.unpack(self.view(offset, records.BYTES).tobytes(), kind)
+
+    def damage(self, offset: int, data: np.ndarray) -> None:
+        """Overwrites bytes as a hardware fault would: not a store of ours, hence no crash point. For injectors and tests."""
+        ctypes.memmove(self.address + offset, data.ctypes.data, data.nbytes)
+
+    def close(self) -> None:
+        """Drops the mapping once no view is left; views that still live keep it until they go."""
+        self._read_only = self._bytes = np.empty(0, np.uint8)
+        try:
+            self._map.close()
+        except BufferError:
+            pass  # a view is alive: the mapping goes with it

@@ -1,0 +1,116 @@
+"""Settings: what a user can choose, and what a process learns from its environment. Values only; nothing here opens or starts anything."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+from collections.abc import Mapping
+from pathlib import Path
+
+from leto_jax import errors
+
+MIB = 1 << 20
+
+
+@dataclasses.dataclass(frozen=True)
+class Protection:
+    """How the state is cut and guarded.
+
+    data_rows: D, rows of a protection group. local_parity: H1, parity rows in this node's host memory.
+    peer_parity: H2, rows that live with a peer (only with several ranks).
+    page_bytes: unit in which memory can be lost and replaced; a row is a multiple of it in every lane.
+    chunk_bytes: size of the largest lane piece of one chunk; also the size of the gap of each lane.
+    align_elements: leaves start at multiples of this many elements in all lanes of a signature.
+    scrub_bytes_per_step: bytes whose page checksums are verified between commit t and update t+1.
+    """
+
+    data_rows: int = 32
+    local_parity: int = 2
+    peer_parity: int = 0
+    page_bytes: int = 4096
+    chunk_bytes: int = 8 * MIB
+    align_elements: int = 64
+    scrub_bytes_per_step: int = 1 * MIB
+
+    @property
+    def parity_rows(self) -> int:
+        return self.local_parity + self.peer_parity
+
+    def __post_init__(self):
+        for name, low, high in [("data_rows", 2, 128), ("parity_rows", 1, 4)]:
+            value = getattr(self, name)
+            if not low <= value <= high:
+                raise errors.UsageError(f"{name}: expected {low}..{high}, found {value}")
+        if self.page_bytes < 512 or self.page_bytes & (self.page_bytes - 1):
+            raise errors.UsageError(f"page_bytes: expected a power of two of at least 512, found {self.page_bytes}")
+        if self.align_elements < 64 or self.align_elements & (self.align_elements - 1):
+            raise errors.UsageError(f"align_elements: expected a power of two of at least 64, found {self.align_elements}")
+
+
+@dataclasses.dataclass(frozen=True)
+class Deadlines:
+    """Published limits, in seconds. The watchdog for a running step learns its own from step times, never below `hang_floor`."""
+
+    init: float = 600.0
+    first_step: float = 600.0
+    takeover: float = 60.0
+    body: float = 300.0
+    hang_floor: float = 3.0
+    hang_factor: float = 5.0
+    stopped: float = 1.0
+    reap: float = 10.0
+    inject_wait: float = 60.0
+    orphan_timeout: float = 3600.0
+
+
+@dataclasses.dataclass(frozen=True)
+class Process:
+    """What a trainer or shadow learns from the agent that started it. The one place where `LETO_*` variables are read."""
+
+    job: str
+    role: str
+    rank: int
+    socket: Path
+    incarnation: int
+    job_dir: Path
+
+    @staticmethod
+    def from_environ(environ: Mapping[str, str] = os.environ) -> Process | None:
+        """The process' place in a job, or None when it was not started by `leto run`.
+
+        Raises UsageError when only a part of the variables is set.
+        """
+        names = ("LETO_JOB", "LETO_ROLE", "LETO_RANK", "LETO_SOCKET", "LETO_INCARNATION", "LETO_JOB_DIR")
+        found = {name: environ[name] for name in names if name in environ}
+        if not found:
+            return None
+        if len(found) != len(names):
+            missing = ", ".join(sorted(set(names) - set(found)))
+            raise errors.UsageError(f"expected all of {', '.join(names)} (set by `leto run`), found none for {missing}; unset them or use `leto run`")
+        if found["LETO_ROLE"] not in ("trainer", "shadow"):
+            raise errors.UsageError(f"LETO_ROLE: expected 'trainer' or 'shadow', found {found['LETO_ROLE']!r}")
+        return Process(
+            job=found["LETO_JOB"],
+            role=found["LETO_ROLE"],
+            rank=int(found["LETO_RANK"]),
+            socket=Path(found["LETO_SOCKET"]),
+            incarnation=int(found["LETO_INCARNATION"]),
+            job_dir=Path(found["LETO_JOB_DIR"]),
+        )
+
+    def environ(self) -> dict[str, str]:
+        """The variables that `from_environ` reads, for a child."""
+        return {
+            "LETO_JOB": self.job,
+            "LETO_ROLE": self.role,
+            "LETO_RANK": str(self.rank),
+            "LETO_SOCKET": str(self.socket),
+            "LETO_INCARNATION": str(self.incarnation),
+            "LETO_JOB_DIR": str(self.job_dir),
+        }
+
+
+def state_root(environ: Mapping[str, str] = os.environ) -> Path:
+    """Where journals and metrics of jobs are kept after the jobs are gone: `$XDG_STATE_HOME/leto`, else `~/.local/state/leto`."""
+    base = environ.get("XDG_STATE_HOME")
+    return (Path(base) if base else Path.home() / ".local" / "state") / "leto"

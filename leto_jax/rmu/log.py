@@ -1,0 +1,111 @@
+"""The log of one rank: what has been decided, what has been written, what is committed.
+
+Two equal copies. Each has two places for commits, intents and revocations and two for every chunk's mark, used by the parity of the step,
+so a record of step t never overwrites one of t-1:
+
+    commit[2] | intent[2] | revoke[2] | mark[chunk][2]
+
+| record | body                                                        | says |
+| INTENT | digest of the scalars, of extras, of metrics; number of chunks | everything that update `step` needs is stored |
+| MARK   | crc of its intent                                           | chunk `index` of update `step` lies at its new place |
+| COMMIT | crc of its intent (0 for a fill)                            | the state is that of `step`; everything else is derived from it |
+| REVOKE | -                                                           | intents of `step` with an epoch below the record's are void |
+"""
+
+from __future__ import annotations
+
+import dataclasses
+
+from leto_jax import records
+from leto_jax.arena.memory import Arena
+from leto_jax.faults import Point
+from leto_jax.layout import Layout
+from leto_jax.records import Kind, Record
+
+_FIRST = {Kind.COMMIT: 0, Kind.INTENT: 2, Kind.REVOKE: 4}
+COPIES = (0, 1)
+
+
+@dataclasses.dataclass(frozen=True)
+class Contents:
+    """Every valid record of the log, copies merged: a fact counts when either copy shows it.
+
+    torn: copies whose valid records are fewer than the merged ones, and which a takeover writes again.
+    """
+
+    commits: frozenset[Record]
+    intents: frozenset[Record]
+    revokes: frozenset[Record]
+    marks: frozenset[Record]
+    torn: tuple[int, ...] = ()
+
+    @property
+    def commit(self) -> int | None:
+        """Number of the newest committed step."""
+        return max((record.step for record in self.commits), default=None)
+
+
+class Log:
+    """Reads and writes the two copies of one rank's log."""
+
+    def __init__(self, arena: Arena, layout: Layout):
+        self._arena, self.chunks = arena, len(layout.chunks)
+        self._base = [layout.by_name[f"log{copy}"].offset for copy in COPIES]
+        self._nbytes = layout.by_name["log0"].nbytes
+
+    def offset(self, copy: int, kind: Kind, step: int, index: int = 0) -> int:
+        """Where a record of `kind` about `step` lies (bytes in the arena)."""
+        slot = 6 + 2 * index if kind is Kind.MARK else _FIRST[kind]
+        return self._base[copy] + records.BYTES * (slot + step % 2)
+
+    def write(self, point: Point, record: Record) -> None:
+        """Stores a record in both copies.
+
+        Crash: in neither, in the first, or in both; readers take it from either.
+        Cost: two 64-byte stores.
+        """
+        for copy in COPIES:
+            self._arena.store_record(point, self.offset(copy, record.kind, record.step, record.index), record)
+
+    def read(self) -> Contents:
+        """All valid records of both copies."""
+        found: list[dict[tuple[Kind, int, int], Record]] = [{}, {}]
+        for copy in COPIES:
+            for kind, index, parity in self._slots():
+                record = self._arena.record(self.offset(copy, kind, parity, index), kind)
+                if record is not None and record.step % 2 == parity and record.index == index:
+                    found[copy][kind, index, parity] = record
+        merged = {kind: set() for kind in (Kind.COMMIT, Kind.INTENT, Kind.REVOKE, Kind.MARK)}
+        for copy in COPIES:
+            for (kind, _, _), record in found[copy].items():
+                merged[kind].add(record)
+        torn = tuple(copy for copy in COPIES if found[copy] != {**found[1 - copy], **found[copy]} or _older(found[copy], found[1 - copy]))
+        return Contents(*(frozenset(merged[kind]) for kind in (Kind.COMMIT, Kind.INTENT, Kind.REVOKE, Kind.MARK)), torn)
+
+    def repair(self) -> None:
+        """Makes the copies equal: in each place the newer valid record of the two. Done before anything is added to a log that a crash left.
+
+        Crash: the copies differ in fewer places than before.
+        """
+        for kind, index, parity in self._slots():
+            offsets = [self.offset(copy, kind, parity, index) for copy in COPIES]
+            found = [self._arena.record(offset, kind) for offset in offsets]
+            valid = [record for record in found if record is not None]
+            if not valid or found[0] == found[1]:
+                continue
+            newest = max(valid, key=lambda record: (record.step, record.epoch))
+            for offset, record in zip(offsets, found, strict=True):
+                if record != newest:
+                    self._arena.store_record(Point.LOG_REPAIR, offset, newest)
+
+    def _slots(self):
+        for kind in _FIRST:
+            for parity in (0, 1):
+                yield kind, 0, parity
+        for index in range(self.chunks):
+            for parity in (0, 1):
+                yield Kind.MARK, index, parity
+
+
+def _older(mine: dict, other: dict) -> bool:
+    return any(key in mine and (mine[key].step, mine[key].epoch) < (record.step, record.epoch) for key, record in other.items())

@@ -1,0 +1,147 @@
+"""What to do with what a crash left: one pure function from the logs of all ranks to a plan and its reason.
+
+It serves takeover, cold attach, re-attach after the agent's death and `leto checkpoint`. It never guesses: a picture that no crash of ours
+can leave is refused, and the state is kept.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import enum
+from collections.abc import Sequence
+
+from leto_jax.records import Record
+from leto_jax.rmu.log import Contents
+
+
+class Life(enum.IntEnum):
+    """Life of a rank's arenas. Only LIVE is rolled forward."""
+
+    EMPTY = 0
+    FILLING = 1
+    LIVE = 2
+
+
+class Action(enum.StrEnum):
+    FILL = enum.auto()  # nothing usable yet: fill (again) from the source
+    REDO = enum.auto()  # the state is commit `target - 1`; compute `target` with the batch of the ring
+    REVOKE = enum.auto()  # as REDO, but an intent of `target` must be voided on all ranks first
+    ROLL_FORWARD = enum.auto()  # apply the unmarked chunks of `target` with the retained gradients, commit
+    REFUSE = enum.auto()  # never guess: a checkpoint, or stop with the state kept
+
+
+@dataclasses.dataclass(frozen=True)
+class Picture:
+    """What one rank's retained memory shows.
+
+    log: its valid records. stored: (step, epoch) of the gradient region's header, None if it is not complete.
+    digests: crc words of the scalars, extras and metrics copies that an intent refers to, as they read now, keyed by the intent's crc.
+    lost_gradients: chunks whose gradients lie in lost pages. lost: other regions with a lost page, of those that cannot be rebuilt.
+    """
+
+    life: Life
+    log: Contents
+    stored: tuple[int, int] | None
+    digests: dict[int, tuple[int, ...]] = dataclasses.field(default_factory=dict)
+    lost_gradients: frozenset[int] = frozenset()
+    lost: frozenset[str] = frozenset()
+
+
+@dataclasses.dataclass(frozen=True)
+class Plan:
+    """action; target: the step that is committed next. first: per rank, how many chunks of the order are already in place.
+
+    intent: the record that every rank rolls forward with. copy_to: ranks that lack it. done: ranks that have committed `target` already.
+    """
+
+    action: Action
+    reason: str
+    target: int = 0
+    first: tuple[int, ...] = ()
+    intent: Record | None = None
+    copy_to: tuple[int, ...] = ()
+    done: tuple[int, ...] = ()
+
+
+def plan(pictures: Sequence[Picture], order) -> Plan:
+    """Decides for all ranks of a job at once. `order(step)` gives the chunk indices in the order of update `step`."""
+    if any(picture.life is not Life.LIVE for picture in pictures):
+        lives = ", ".join(f"rank {rank} {picture.life.name}" for rank, picture in enumerate(pictures))
+        return Plan(Action.FILL, f"the arenas were never completely filled ({lives})")
+    commits = [picture.log.commit for picture in pictures]
+    missing = [rank for rank, commit in enumerate(commits) if commit is None]
+    if missing:
+        return _refuse(f"no valid commit record in either log copy of rank {missing[0]}")
+    low, high = min(commits), max(commits)
+    if high - low > 1:
+        return _refuse(f"ranks are {high - low} steps apart: commits {commits}")
+    target = low + 1
+
+    intents = {record for picture in pictures for record in picture.log.intents if record.step == target and not _revoked(record, pictures)}
+    marks = [[mark for mark in picture.log.marks if mark.step == target] for picture in pictures]
+    done = tuple(rank for rank, commit in enumerate(commits) if commit == target)
+    if len(intents) > 1:
+        return _refuse(f"{len(intents)} different intents for step {target}")
+    if not intents:
+        if any(marks) or done:
+            who = next((rank for rank, found in enumerate(marks) if found), *done[:1])
+            return _refuse(f"rank {who} has begun update {target}, but no rank shows its intent")
+        lost = _lost(pictures, target - 1)
+        if lost:
+            return _refuse(f"lost and kept nowhere else: {lost}")
+        return Plan(Action.REDO, f"commit {low} on all ranks, no intent for step {target}", target)
+
+    (intent,) = intents
+    first, problem = [], ""
+    for rank, picture in enumerate(pictures):
+        if rank in done:
+            first.append(len(order(target)))
+            continue
+        strange = [mark for mark in marks[rank] if mark.body[0] != intent.crc]
+        if strange:
+            return _refuse(f"rank {rank}: the mark of chunk {strange[0].index}, step {target}, names another intent")
+        marked = {mark.index for mark in marks[rank]}
+        prefix = 0
+        for index in order(target):
+            if index not in marked:
+                break
+            prefix += 1
+        if prefix != len(marked):
+            return _refuse(f"rank {rank}: marks of step {target} have a hole: {sorted(marked)}")
+        first.append(prefix)
+        pending = list(order(target))[prefix:]
+        if pending and picture.stored != (target, intent.epoch):
+            problem = problem or f"rank {rank}: gradients are of {picture.stored}, the intent of {(target, intent.epoch)}"
+        if hurt := picture.lost_gradients.intersection(pending):
+            problem = problem or f"rank {rank}: gradient pages of chunk {min(hurt)} are lost"
+        if picture.digests.get(intent.crc) != intent.body[:3]:
+            problem = problem or f"rank {rank}: scalars, extras or metrics do not match the intent's digest"
+        if names := picture.lost & {f"{name}{target % 2}" for name in ("scalars", "extras", "metrics")}:
+            problem = problem or f"rank {rank}: {', '.join(sorted(names))} lost"
+    if problem:
+        if any(first) or done:
+            return _refuse(f"{problem}, and a part of update {target} is already in place")
+        return Plan(Action.REVOKE, f"{problem}; nothing of update {target} is in place", target, intent=intent)
+    lacking = tuple(rank for rank, picture in enumerate(pictures) if rank not in done and intent not in picture.log.intents)
+    return Plan(
+        Action.ROLL_FORWARD,
+        f"intent for step {target}, {', '.join(str(n) for n in first)} of {len(order(target))} chunks marked",
+        target,
+        tuple(first),
+        intent,
+        lacking,
+        done,
+    )
+
+
+def _revoked(intent: Record, pictures: Sequence[Picture]) -> bool:
+    return any(revoke.step == intent.step and revoke.epoch > intent.epoch for picture in pictures for revoke in picture.log.revokes)
+
+
+def _lost(pictures: Sequence[Picture], commit: int) -> str:
+    active = {f"{name}{commit % 2}" for name in ("scalars", "extras")}
+    return ", ".join(f"rank {rank}: {name}" for rank, picture in enumerate(pictures) for name in sorted(picture.lost & active))
+
+
+def _refuse(reason: str) -> Plan:
+    return Plan(Action.REFUSE, reason)

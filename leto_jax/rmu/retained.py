@@ -1,0 +1,168 @@
+"""Looking at one rank's retained memory: leaves, pieces, scalars and logs as arrays and records. Reads only."""
+
+from __future__ import annotations
+
+import functools
+import zlib
+from collections.abc import Sequence
+
+import jax
+import jax.numpy as jnp
+
+from leto_jax.arena.memory import Arena
+from leto_jax.arena.metadata import HostMetadata, touches
+from leto_jax.arena.views import host_view
+from leto_jax.layout import Chunk, LeafSpec, Packed, Piece
+from leto_jax.records import Kind, Record
+from leto_jax.rmp.groups import Guard
+from leto_jax.rmu.log import Log
+from leto_jax.rmu.programs import Home, Job
+from leto_jax.rmu.recovery import Life, Picture
+
+COPIED = ("scalars", "extras", "metrics")
+
+
+class Retained:
+    """One rank's arenas seen through its layout. Views are made once per address set (`commit` parity) and kept.
+
+    Owns nothing: the arenas belong to whoever mapped them.
+    """
+
+    def __init__(self, job: Job, device: Arena, host: Arena, metadata: HostMetadata, jax_device: jax.Device):
+        self.job, self.layout, self.device, self.host, self.metadata, self.jax_device = job, job.layout, device, host, metadata, jax_device
+        self.log = Log(device, job.layout)
+        self.guard = Guard(device, host, job.layout)
+        self._cache: dict[tuple, list[jax.Array]] = {}
+
+    # Leaves -----------------------------------------------------------------------------------------------------------------------
+
+    def place(self, home: Home, commit: int) -> int:
+        """Byte address in the device arena of a leaf, while the lanes lie as `commit` leaves them."""
+        if home.kind == "lane":
+            signature = self.layout.signatures[home.signature]
+            return signature.lanes[home.lane].at(signature.leaf_offsets[home.leaf], commit)
+        if home.kind == "shared":
+            return self.region(f"scalars{commit % 2}") + self.layout.scalars.offsets[home.index]
+        return self.region("read_only") + self.layout.read_only.offsets[home.index]
+
+    def region(self, name: str) -> int:
+        return self.layout.by_name[name].offset
+
+    def seen_params(self, commit: int) -> list[jax.Array]:
+        """Parameters as compute reads them: the compute copy where there is one."""
+        specs = [self._seen(home, spec) for home, spec in zip(self.job.compute_homes, self.layout.spec.params, strict=True)]
+        return self._leaves("seen", self.job.compute_homes, specs, commit)
+
+    def params(self, commit: int) -> list[jax.Array]:
+        return self._leaves("params", self.job.param_homes, self.layout.spec.params, commit)
+
+    def opt_state(self, commit: int) -> list[jax.Array]:
+        return self._leaves("opt", self.job.opt_homes, self.job.opt_specs, commit)
+
+    def companions(self, commit: int) -> list[jax.Array]:
+        return self._leaves("companions", self.job.companion_homes, self.job.companion_specs, commit)
+
+    def extras(self, commit: int) -> list[jax.Array]:
+        return self._packed("extras", self.layout.extras, commit)
+
+    def metrics(self, commit: int) -> list[jax.Array]:
+        return self._packed("metrics", self.layout.metrics, commit)
+
+    def values(self, commit: int) -> list[jax.Array]:
+        """What decide left for the chunks of update `commit`."""
+        first = len(self.layout.spec.shared)
+        return self._packed("scalars", self.layout.scalars, commit)[first : first + len(self.layout.spec.values)]
+
+    def verdict(self, commit: int) -> jax.Array:
+        return self._packed("scalars", self.layout.scalars, commit)[-1]
+
+    @functools.cached_property
+    def grads(self) -> list[jax.Array]:
+        """Gradients of the leaves that are differentiated, in leaf shape."""
+        dtypes = [self.job.sliced.leaves[i].grad_dtype for i in self.job.differentiated]
+        shapes = [self.layout.spec.params[i].shape for i in self.job.differentiated]
+        return [self._view(self.grad_place(home), shape, dtype) for home, shape, dtype in zip(self.job.grad_homes, shapes, dtypes, strict=True)]
+
+    def grad_place(self, home: Home) -> int:
+        """Byte address of the gradient of the parameter leaf that lives at `home`."""
+        if home.kind == "loose_grad":
+            return self.region("loose_gradients") + self.layout.loose_grads.offsets[home.index]
+        signature = self.layout.signatures[home.signature]
+        assert signature.grad is not None
+        return signature.grad.at(signature.leaf_offsets[home.leaf], 1)
+
+    # Pieces -----------------------------------------------------------------------------------------------------------------------
+
+    def words(self, piece: Piece, commit: int) -> jax.Array:
+        """A piece as uint32[D, words of a row], where `commit` leaves it."""
+        return self._cached(
+            ("words", piece.index, commit % 2),
+            lambda: [self._view(self.layout.address(piece, commit), (piece.nbytes // piece.row_bytes, piece.row_bytes // 4), "uint32")],
+        )[0]
+
+    def pieces(self, chunk: Chunk, commit: int) -> list[jax.Array]:
+        """The pieces of a chunk, flat, one per lane, where `commit` leaves them."""
+        signature = self.layout.signatures[self.layout.chunks[chunk.index][0]]
+        return self._cached(
+            ("pieces", chunk.index, commit % 2), lambda: [self._view(lane.at(chunk.start, commit), (chunk.length,), lane.dtype) for lane in signature.lanes]
+        )
+
+    def grad_piece(self, chunk: Chunk) -> jax.Array | None:
+        grad = self.layout.signatures[self.layout.chunks[chunk.index][0]].grad
+        if grad is None:
+            return None
+        return self._cached(("grad", chunk.index), lambda: [self._view(grad.at(chunk.start, 1), (chunk.length,), grad.dtype)])[0]
+
+    # Records ----------------------------------------------------------------------------------------------------------------------
+
+    def header(self) -> Record | None:
+        """The gradient region's record, None while it is torn."""
+        return self.device.record(self.region("gradient_header"), Kind.GRADIENTS)
+
+    def digest(self, step: int) -> tuple[int, ...]:
+        """CRC-32 of the scalars, extras and metrics that belong to `step`: what an intent refers to."""
+        found = []
+        for name in COPIED:
+            region = self.layout.by_name[f"{name}{step % 2}"]
+            found.append(zlib.crc32(self.device.view(region.offset, region.nbytes)))
+        return tuple(found)
+
+    def life(self) -> Life:
+        record = self.metadata.latest(Kind.LIFE)
+        return Life(record.body[0]) if record else Life.EMPTY
+
+    def picture(self) -> Picture:
+        """Everything that the decision after a failure depends on."""
+        contents, header, lost = self.log.read(), self.header(), self.metadata.lost()
+        stored = (header.step, header.epoch) if header is not None and header.step else None
+        gradients = set()
+        for _, chunk in self.layout.chunks:
+            grad = self.layout.signatures[self.layout.chunks[chunk.index][0]].grad
+            if grad is not None and touches(lost, "device", grad.at(chunk.start, 1), chunk.length * grad.item_bytes):
+                gradients.add(chunk.index)
+        hurt = {region.name for region in self.layout.regions if region.name[:-1] in COPIED and touches(lost, region.arena, region.offset, region.nbytes)}
+        return Picture(self.life(), contents, stored, {intent.crc: self.digest(intent.step) for intent in contents.intents}, frozenset(gradients), frozenset(hurt))
+
+    # ------------------------------------------------------------------------------------------------------------------------------
+
+    def _seen(self, home: Home, spec: LeafSpec) -> LeafSpec:
+        if home.kind != "lane":
+            return spec
+        lane = self.layout.signatures[home.signature].lanes[home.lane]
+        return LeafSpec(spec.path, spec.shape, lane.dtype, lane.dtype)
+
+    def _leaves(self, name: str, homes: Sequence[Home], specs: Sequence[LeafSpec], commit: int) -> list[jax.Array]:
+        return self._cached((name, commit % 2), lambda: [self._view(self.place(home, commit), spec.shape, spec.dtype) for home, spec in zip(homes, specs, strict=True)])
+
+    def _packed(self, name: str, packed: Packed, commit: int) -> list[jax.Array]:
+        base = self.region(f"{name}{commit % 2}")
+        return self._cached((name, commit % 2), lambda: [self._view(base + offset, leaf.shape, leaf.dtype) for offset, leaf in zip(packed.offsets, packed.leaves, strict=True)])
+
+    def _view(self, offset: int, shape: tuple[int, ...], dtype) -> jax.Array:
+        return host_view(self.device, offset, shape, jnp.dtype(dtype), self.jax_device)
+
+    def _cached(self, key: tuple, make) -> list[jax.Array]:
+        if key not in self._cache:
+            self._cache[key] = make()
+        return self._cache[key]
+

@@ -1,0 +1,124 @@
+"""Carrying out the plan of `recovery.plan`: from whatever a crash left to a committed state with current parity."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+
+from leto_jax import errors, faults
+from leto_jax.arena.metadata import LostRange, touches
+from leto_jax.faults import Phase, Point
+from leto_jax.layout import Piece
+from leto_jax.records import Kind, Record
+from leto_jax.rmu import recovery
+from leto_jax.rmu.recovery import Action, Plan
+from leto_jax.rmu.retained import Retained
+from leto_jax.rmu.transaction import Transaction
+
+Stage = Callable[[str], AbstractContextManager]
+
+
+@dataclasses.dataclass(frozen=True)
+class Recovered:
+    """What a takeover found and did. commit: the step that the state is of now, None if the arenas must be filled.
+
+    repaired_pages: pages rebuilt from parity.
+    """
+
+    plan: Plan
+    commit: int | None
+    repaired_pages: int = 0
+
+
+def recover(retained: Retained, transaction: Transaction, stage: Stage = lambda name: contextlib.nullcontext()) -> Recovered:
+    """Brings one rank's retained memory to a commit. Called by the process that holds the lease, before its first step.
+
+    Raises UnrecoverableError (with the reason; nothing was changed) where the pictures must not be guessed at, and
+    TooManyErasuresError where more pages are lost than parity rebuilds.
+    Crash: a picture that `recover` reads again; every part of it may be repeated.
+    Cost: reads the state once to verify it; writes at most one update.
+    """
+    faults.reach(Phase.TAKEOVER, 0)
+    with stage("verify"):
+        picture = retained.picture()
+        plan = recovery.plan([picture], retained.layout.order)
+        if plan.action is Action.FILL:
+            return Recovered(plan, None)
+        if plan.action is Action.REFUSE:
+            raise errors.UnrecoverableError(f"{plan.reason}; the retained state is kept, restore from a checkpoint or stop the job with `leto stop`")
+        retained.log.repair()
+        lost = retained.metadata.lost()
+        for piece in retained.layout.pieces if lost else ():
+            if touches(lost, "host", *retained.guard.host_range(piece)):
+                retained.guard.invalidate(piece)
+        repaired = _repair_pages(retained, plan)
+    with stage("roll_forward"):
+        if plan.action is Action.REVOKE:
+            retained.log.write(Point.REVOKE, Record(Kind.REVOKE, transaction.epoch, plan.target))
+        commit = plan.target - 1
+        if plan.action is Action.ROLL_FORWARD:
+            assert plan.intent is not None
+            if plan.copy_to:
+                retained.log.write(Point.INTENT_COPY, plan.intent)
+            transaction.update(plan.target, plan.intent, plan.first[0])
+            transaction.commit(plan.target, plan.intent)
+            transaction.drain(plan.target)
+            commit = plan.target
+        else:
+            _drain_staged(retained, commit)
+        transaction.encode_all(commit)
+        retained.metadata.clear_lost()
+    return Recovered(plan, commit, repaired)
+
+
+def _versions(retained: Retained, plan: Plan) -> list[tuple[Piece, int, bool]]:
+    """(piece, version of its data, whether staging may hold its block) for every piece, given the plan."""
+    marked = set(list(retained.layout.order(plan.target))[: plan.first[0]]) if plan.action is Action.ROLL_FORWARD else set()
+    found = []
+    for piece in retained.layout.pieces:
+        if piece.chunk is None:
+            found.append((piece, retained.guard.version(piece) or 0, False))
+        elif piece.chunk in marked:
+            found.append((piece, plan.target, True))
+        else:
+            # An intent is stored only after the drain, so before one exists staging is of the last commit wherever the host copy is not.
+            found.append((piece, plan.target - 1, plan.action is Action.REDO))
+    return found
+
+
+def _repair_pages(retained: Retained, plan: Plan) -> int:
+    """Rebuilds what is on the LOST list or fails its checksum. Both tiers of the list: data pages, and parity that must be encoded again."""
+    lost, guard, repaired = retained.metadata.lost(), retained.guard, 0
+    staging = retained.layout.by_name["staging"]
+    for piece, version, staged in _versions(retained, plan):
+        address = retained.layout.address(piece, version)
+        if staged and touches(lost, "device", staging.offset + piece.staging, piece.guard_bytes):
+            staged = False
+        block = guard.block(piece, version, staged)
+        pages = {page for item in lost if item.arena == "device" for page in _pages(item, piece, address)}
+        if block is None:
+            if pages:
+                raise errors.UnrecoverableError(f"piece {piece.index}: {len(pages)} pages are lost and no parity of step {version} exists; not repairable here, restore from a checkpoint")
+            continue
+        parity, checksums = block
+        pages.update(guard.verify(piece, address, checksums))
+        if pages:
+            repaired += guard.repair(piece, address, sorted(pages), parity, checksums)
+    return repaired
+
+
+def _drain_staged(retained: Retained, commit: int) -> None:
+    """Host copies that did not arrive before the crash, from staging, if staging was not hit."""
+    lost, staging = retained.metadata.lost(), retained.layout.by_name["staging"]
+    behind = [piece for piece in retained.layout.pieces if piece.chunk is not None and retained.guard.version(piece) != commit]
+    intact = [piece for piece in behind if not touches(lost, "device", staging.offset + piece.staging, piece.guard_bytes)]
+    if behind and len(intact) == len(behind):
+        retained.guard.drain(intact, commit)
+
+
+def _pages(lost: LostRange, piece: Piece, address: int) -> range:
+    begin, end = max(lost.offset, address), min(lost.offset + lost.nbytes, address + piece.nbytes)
+    return range((begin - address) // piece.page_bytes, -(-(end - address) // piece.page_bytes)) if begin < end else range(0)
+

@@ -1,0 +1,228 @@
+"""The update of one step as a transaction over chunks, on the host backend.
+
+    compute    gradients into the retained buffer; stored = 0 before, stored = step after
+    decide     scalars, then the intent; from here the step will be finished by somebody
+    update     chunk by chunk: pieces to their other place, parity to staging, mark
+    commit     one record
+    drain      staged parity to the host arena, behind the next compute
+
+The host is the stream: each store waits for the outputs of its program, so an exception ends the step before the store.
+Retained memory changes only here, in rmp.groups and in train.ring, always through `Arena.store`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+
+import jax
+import numpy as np
+
+from leto_jax import errors, faults, records
+from leto_jax.faults import Phase, Point
+from leto_jax.layout import Packed, Piece
+from leto_jax.records import Kind, Record
+from leto_jax.rmu import programs
+from leto_jax.rmu.recovery import Life
+from leto_jax.rmu.retained import Retained
+
+Observer = Callable[[Phase, int, int], None]
+
+
+class Transaction:
+    """Writes one rank's retained memory. One at a time exists per rank: the lease, and the fence before it, see to that.
+
+    run: compiled programs by name. epoch: of this incarnation; it goes into every record. at(phase, step, chunk): told where the step is.
+    """
+
+    def __init__(self, retained: Retained, run: Mapping[str, Callable], epoch: int, at: Observer = faults.reach):
+        self.retained, self.layout, self._run, self.epoch, self._at = retained, retained.layout, run, epoch, at
+        self._device = retained.device
+        self._pending: int | None = None  # version of staged parity that has not been drained
+        self._cursor = (0, 0)  # piece and page at which the next scrub slice begins
+
+    # Fill -------------------------------------------------------------------------------------------------------------------------
+
+    def fill(self, step: int, params: Sequence, opt_state: Sequence, companions: Sequence, extras: Sequence, copies: Sequence = ()) -> None:
+        """Places a whole state as commit `step` would have left it. Leaves in storage form; copies: of the leaves in `job.copied`.
+
+        Crash: life stays FILLING and the next process fills again.
+        Cost: writes the state once and encodes it.
+        """
+        job, retained = self.retained.job, self.retained
+        dirty = retained.life() is not Life.EMPTY
+        retained.metadata.write(Point.LIFE_FILLING, Record(Kind.LIFE, self.epoch, step, body=(Life.FILLING,)))
+        if dirty:  # a fill that was cut short, or a log of another life: no byte of it may count
+            for region in self.layout.regions:
+                if region.arena == "device" and region.nbytes:
+                    self._device.store(Point.FILL_LANES, region.offset, np.zeros(region.nbytes, np.uint8))
+            retained.metadata.clear_lost()
+        homes = [*zip(job.param_homes, params, strict=True), *zip(job.opt_homes, opt_state, strict=True), *zip(job.companion_homes, companions, strict=True)]
+        homes += [(job.compute_homes[i], copy) for i, copy in zip(job.copied, copies, strict=True)]
+        shared: list = [None] * len(self.layout.spec.shared)
+        for home, leaf in homes:
+            if home.kind == "shared":
+                shared[home.index] = leaf
+            else:
+                self._device.store(Point.FILL_LANES, retained.place(home, step), np.asarray(leaf))
+        blanks = [np.zeros(spec.nbytes, np.uint8) for spec in self.layout.scalars.leaves[len(shared) :]]
+        self._store_packed(Point.FILL_SCALARS, "scalars", self.layout.scalars, step, [*shared, *blanks])
+        self._store_packed(Point.FILL_EXTRAS, "extras", self.layout.extras, step, extras)
+        for piece in self.layout.pieces:
+            self._encode(piece, step)
+        retained.guard.drain(self.layout.pieces, step)
+        retained.log.write(Point.COMMIT, Record(Kind.COMMIT, self.epoch, step))
+        retained.metadata.write(Point.LIFE_LIVE, Record(Kind.LIFE, self.epoch, step, body=(Life.LIVE,)))
+
+    # One step ---------------------------------------------------------------------------------------------------------------------
+
+    def step(self, step: int, batch: Sequence, key: jax.Array) -> None:
+        """From commit `step - 1` to commit `step`. batch: stored leaves; key: base key in storage form.
+
+        Raises NonFiniteLossError before anything of the update is stored, if the policy is to stop.
+        Crash: see each part; `recover` finishes or repeats the step.
+        """
+        self.compute(step, batch, key)
+        intent = self.decide(step)
+        self.update(step, intent)
+        self.commit(step, intent)
+
+    def compute(self, step: int, batch: Sequence, key: jax.Array) -> None:
+        """Gradients, extras and metrics of `step` into retained memory. Behind the program: drain of the last commit, one slice of scrub.
+
+        Crash: the header says 0 or another step, so the gradients do not count.
+        """
+        retained, header = self.retained, self.retained.region("gradient_header")
+        self._device.store_record(Point.GRADIENTS_CLEAR, header, Record(Kind.GRADIENTS, self.epoch, 0))
+        while True:
+            outputs = self._run["compute"](retained.seen_params(step - 1), retained.extras(step - 1), list(batch), key, np.int32(step))
+            self._at(Phase.COMPUTE, step, -1)
+            self.drain(step - 1)
+            damaged = self._scrub(step - 1)
+            jax.block_until_ready(outputs)
+            if not damaged:
+                break  # else compute may have read a damaged page: it was repaired, run it again
+        grads, extras, metrics, loss, sumsq = outputs
+        self._at(Phase.DECIDE, step, -1)
+        self._store_packed(Point.EXTRAS, "extras", self.layout.extras, step, extras)
+        self._store_packed(Point.METRICS, "metrics", self.layout.metrics, step, metrics)
+        for home, grad in zip(retained.job.grad_homes, grads, strict=True):
+            self._device.store(Point.GRADIENTS, retained.grad_place(home), np.asarray(grad))
+        body = (records.float_bits(float(loss)), records.float_bits(float(sumsq)))
+        self._device.store_record(Point.GRADIENTS_STORED, header, Record(Kind.GRADIENTS, self.epoch, step, body=body))
+
+    def decide(self, step: int) -> Record:
+        """Reads the gradient record back, runs the whole-tree part of the optimizer, stores scalars and intent. Returns the intent.
+
+        Raises NonFiniteLossError (nothing stored) and UnrecoverableError if what was stored does not read back.
+        Crash: without a valid intent the step is redone; with one it is rolled forward.
+        """
+        retained = self.retained
+        header = retained.header()
+        if header is None or (header.step, header.epoch) != (step, self.epoch):
+            raise errors.UnrecoverableError(f"gradient record: expected step {step}, epoch {self.epoch}, found {header}; no intent was stored, the step can be redone")
+        loss, sumsq = (np.float32(records.bits_float(word)) for word in header.body[:2])
+        shared, values, verdict = self._run["decide"](
+            retained.grads, retained.params(step - 1), retained.opt_state(step - 1), retained.companions(step - 1), loss, sumsq, np.int32(step)
+        )
+        if int(verdict) == programs.STOP:
+            raise errors.NonFiniteLossError(
+                f"step {step}: loss {float(loss)!r}, sum of squared gradients {float(sumsq)!r}; the state of step {step - 1} is kept. "
+                "Pass non_finite='skip' or 'continue' to TrainStep to go on over such steps"
+            )
+        self._store_packed(Point.SCALARS, "scalars", self.layout.scalars, step, [*shared, *values, loss, sumsq, verdict])
+        intent = Record(Kind.INTENT, self.epoch, step, body=(*retained.digest(step), len(self.layout.chunks)))
+        retained.log.write(Point.INTENT, intent)
+        if intent not in retained.log.read().intents:
+            raise errors.UnrecoverableError(f"step {step}: the intent does not read back from the log; nothing of the update was dispatched")
+        return intent
+
+    def update(self, step: int, intent: Record, first: int = 0) -> None:
+        """Applies the chunks of update `step` from number `first` of its order on.
+
+        Crash: marked chunks lie at their new place with staged parity, the others at their old one; the piece in flight is intact at its old place.
+        Cost: reads and writes every lane once, reads the gradients, encodes what it wrote.
+        """
+        retained, order = self.retained, self.layout.order(step)
+        for done, index in enumerate(order):
+            if done < first:
+                continue
+            self._at(Phase.UPDATE, step, done)
+            _, chunk = self.layout.chunks[index]
+            run = self._run[programs.update_name(self.layout, index)]
+            new = run(retained.values(step), retained.verdict(step), retained.grad_piece(chunk), retained.pieces(chunk, step - 1))
+            jax.block_until_ready(new)
+            pieces = self.layout.pieces_of_chunk[index]
+            for piece, array in zip(pieces, new, strict=True):
+                self._device.store(Point.PIECE, self.layout.address(piece, step), np.asarray(array))
+            for piece in pieces:
+                self._encode(piece, step)
+            retained.log.write(Point.MARK, Record(Kind.MARK, self.epoch, step, index, body=(intent.crc,)))
+
+    def commit(self, step: int, intent: Record) -> None:
+        """One record; which copies and addresses are active follows from it.
+
+        Crash: all chunks are marked, or the commit counts.
+        """
+        self._at(Phase.COMMIT, step, -1)
+        self.retained.log.write(Point.COMMIT, Record(Kind.COMMIT, self.epoch, step, body=(intent.crc,)))
+        self._pending = step
+        self._at(Phase.BODY, step, -1)
+
+    def drain(self, commit: int) -> None:
+        """Brings the host copy of the parity to `commit`, if it is not there yet. Before the next intent this is always done."""
+        if self._pending != commit:
+            return
+        self._at(Phase.DRAIN, commit, -1)
+        self.retained.guard.drain((piece for piece in self.layout.pieces if piece.chunk is not None), commit)
+        self._pending = None
+
+    # ------------------------------------------------------------------------------------------------------------------------------
+
+    def encode_all(self, commit: int) -> None:
+        """Encodes every piece whose host copy is not of `commit` again, from the data. For a takeover that found stale parity."""
+        guard = self.retained.guard
+        fill = self.retained.metadata.latest(Kind.LIFE)
+        for piece in self.layout.pieces:
+            version = commit if piece.chunk is not None else (fill.step if fill else 0)
+            if guard.version(piece) != version:
+                self._encode(piece, commit)
+                guard.drain([piece], version)
+
+    def _encode(self, piece: Piece, commit: int) -> None:
+        parity, checksums = self._run[programs.encode_name(piece.row_bytes // 4)](self.retained.words(piece, commit))
+        self.retained.guard.stage(piece, parity, checksums)
+
+    def _scrub(self, commit: int) -> bool:
+        """Verifies the next slice of pages against the host copy of their checksums; repairs what differs. True if anything did."""
+        budget = self.layout.spec.protection.scrub_bytes_per_step // self.layout.spec.protection.page_bytes
+        guard, damaged = self.retained.guard, False
+        number, page = self._cursor
+        while budget > 0:
+            piece = self.layout.pieces[number]
+            count = min(budget, piece.pages - page)
+            version = commit if piece.chunk is not None else guard.version(piece)
+            block = guard.block(piece, version, staged=False) if version is not None else None
+            if block is not None:
+                address = self.layout.address(piece, commit)
+                lost = guard.verify(piece, address, block[1], page, count)
+                if lost:
+                    guard.repair(piece, address, lost, *block)
+                    damaged = True
+            budget, page = budget - count, page + count
+            if page == piece.pages:
+                number, page = (number + 1) % len(self.layout.pieces), 0
+                if number == 0:
+                    break
+        self._cursor = number, page
+        return damaged
+
+    def _store_packed(self, point: Point, name: str, packed: Packed, step: int, leaves: Sequence) -> None:
+        """Stores small leaves into the copy of a region that belongs to `step`, as one store."""
+        region = self.layout.by_name[f"{name}{step % 2}"]
+        if not region.nbytes:
+            return
+        data = np.zeros(region.nbytes, np.uint8)
+        for offset, spec, leaf in zip(packed.offsets, packed.leaves, leaves, strict=True):
+            flat = np.ascontiguousarray(leaf).reshape(-1).view(np.uint8)
+            data[offset : offset + spec.nbytes] = flat
+        self._device.store(point, region.offset, data)

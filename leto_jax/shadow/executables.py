@@ -1,0 +1,120 @@
+"""Compiling the programs once, and loading them everywhere else.
+
+The first incarnation compiles and publishes; shadows trace the same functions, compare the hashes of what they would have compiled, and
+load. So nothing compiles at a takeover, and all incarnations run the same machine code, hence produce the same bits.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import json
+import os
+import struct
+from collections.abc import Callable, Mapping
+
+import jax
+from jax.experimental import serialize_executable
+
+from leto_jax import errors
+from leto_jax.rmu.programs import Job
+
+MAGIC = b"LETOPROG"
+VERSION = 1
+_HEAD = struct.Struct("<8sIIQ")
+
+
+@dataclasses.dataclass(frozen=True)
+class Identity:
+    """What must be equal for two processes to be incarnations of one job: plan, programs, and what they are compiled with."""
+
+    layout: str
+    programs: tuple[tuple[str, str], ...]
+    environment: tuple[tuple[str, str], ...]
+
+    def to_bytes(self) -> bytes:
+        return json.dumps(dataclasses.asdict(self), sort_keys=True).encode()
+
+    @staticmethod
+    def from_bytes(data: bytes) -> Identity:
+        try:
+            raw = json.loads(data)
+            pairs = lambda items: tuple((str(a), str(b)) for a, b in items)
+            return Identity(str(raw["layout"]), pairs(raw["programs"]), pairs(raw["environment"]))
+        except (KeyError, TypeError, ValueError) as exception:
+            raise errors.RecordError(f"identity: expected what the first incarnation published, found {data[:60]!r}; stop the job with `leto stop`") from exception
+
+    def require_equal(self, mine: Identity) -> None:
+        """Raises IdentityError naming the first thing in which this process differs from the job."""
+        advice = "the running job keeps its own programs; undo the change, or stop the job and start anew"
+        for (name, theirs), (_, ours) in zip(self.environment, mine.environment, strict=False):
+            if theirs != ours:
+                raise errors.IdentityError(f"{name}: the job runs with {theirs!r}, this process with {ours!r}; {advice}")
+        job, here = dict(self.programs), dict(mine.programs)
+        for name in [*job, *(name for name in here if name not in job)]:
+            if job.get(name) != here.get(name):
+                raise errors.IdentityError(
+                    f"program {name!r}: the job compiled {job.get(name, 'nothing')[:12]}, this process would compile {here.get(name, 'nothing')[:12]}; "
+                    f"the script or what it imports was edited while the job runs: {advice}"
+                )
+        if self.layout != mine.layout:
+            raise errors.IdentityError(f"layout: the job has {self.layout[:12]}, this process {mine.layout[:12]}; {advice}")
+
+
+def lower(job: Job) -> dict[str, jax.stages.Lowered]:
+    """Every program of the job, traced to StableHLO. Cost: seconds for a large model; nothing is compiled."""
+    return {name: jax.jit(program.function).lower(*program.arguments) for name, program in job.programs.items()}
+
+
+def identify(job: Job, lowered: Mapping[str, jax.stages.Lowered]) -> Identity:
+    device = jax.local_devices()[0]
+    environment = {
+        "jax": jax.__version__,
+        "platform": f"{device.platform} {device.device_kind}",
+        "platform_version": str(getattr(device.client, "platform_version", "")),
+        "XLA_FLAGS": os.environ.get("XLA_FLAGS", ""),
+        "jax_enable_x64": str(jax.config.jax_enable_x64),
+        "jax_default_matmul_precision": str(jax.config.jax_default_matmul_precision),
+    }
+    hashes = {name: hashlib.sha256(item.as_text().encode()).hexdigest() for name, item in lowered.items()}
+    return Identity(job.layout.fingerprint, tuple(hashes.items()), tuple(environment.items()))
+
+
+def compile_all(lowered: Mapping[str, jax.stages.Lowered]) -> dict[str, jax.stages.Compiled]:
+    return {name: item.compile() for name, item in lowered.items()}
+
+
+def pack(compiled: Mapping[str, jax.stages.Compiled]) -> bytes:
+    """Executables as one blob: header, JSON index with a SHA-256 each, payloads. The payloads are XLA's own serialized form."""
+    index, payloads, offset = {}, [], 0
+    for name, item in compiled.items():
+        payload = serialize_executable.serialize(item)[0]
+        index[name] = (offset, len(payload), hashlib.sha256(payload).hexdigest())
+        payloads.append(payload)
+        offset += len(payload)
+    table = json.dumps(index).encode()
+    return b"".join([_HEAD.pack(MAGIC, VERSION, len(table), offset), table, *payloads])
+
+
+def unpack(data: memoryview, lowered: Mapping[str, jax.stages.Lowered]) -> dict[str, Callable]:
+    """Loads what `pack` wrote. The tree structures come from this process' own trace, whose hashes were compared before.
+
+    Raises RecordError for a damaged blob, IdentityError when a program is missing.
+    """
+    if len(data) < _HEAD.size:
+        raise errors.RecordError(f"executables: expected at least {_HEAD.size} bytes, found {len(data)}")
+    magic, version, table_bytes, total = _HEAD.unpack(data[: _HEAD.size])
+    if (magic, version) != (MAGIC, VERSION) or len(data) < _HEAD.size + table_bytes + total:
+        raise errors.RecordError(f"executables: expected magic {MAGIC!r} version {VERSION} and {total} bytes, found {magic!r} version {version} and {len(data)} bytes")
+    body = _HEAD.size + table_bytes
+    index = json.loads(bytes(data[_HEAD.size : body]))
+    loaded: dict[str, Callable] = {}
+    for name, item in lowered.items():
+        if name not in index:
+            raise errors.IdentityError(f"program {name!r} is not among the job's executables ({', '.join(index)})")
+        offset, size, digest = index[name]
+        payload = bytes(data[body + offset : body + offset + size])
+        if hashlib.sha256(payload).hexdigest() != digest:
+            raise errors.RecordError(f"executables: {name!r} does not have its checksum; the blob is damaged, stop the job with `leto stop`")
+        loaded[name] = serialize_executable.deserialize_and_load(payload, item.in_tree, item.out_tree)
+    return loaded

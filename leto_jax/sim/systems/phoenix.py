@@ -1,0 +1,34 @@
+"""PHOENIX (also DeadPool, arXiv 2607.01646): any failed node is swapped for a spare while the job lives, state copied to peers every step."""
+
+from leto_jax.sim.failures import Kind
+from leto_jax.sim.plan import Cause, Recovery, Resume
+from leto_jax.sim.system import Checkpoint, Setting, System
+from leto_jax.sim.systems.parts import grown_ns, no_overhead
+from leto_jax.sim.units import to_ns
+
+
+def copy_every_step(setting: Setting) -> Checkpoint:
+    """Off the critical path, so free; a step's copy counts one step later."""
+    return Checkpoint(0.0, lag_secs=setting.iteration_secs, every=1)
+
+
+def swap(setting: Setting) -> Recovery:
+    """Swap the node in; a node that proves operable is a spare again after a while."""
+    return Recovery(
+        ((Cause.INIT, grown_ns(setting, setting.costs.swap_secs)),),
+        Resume.CHECKPOINT,
+        spare=True,
+        return_ns=to_ns(setting.costs.requalify_secs),
+    )
+
+
+PHOENIX = System(
+    name="phoenix",
+    title="PHOENIX-like hot swap",
+    source="PHOENIX / DeadPool (arXiv 2607.01646), abstract",
+    overhead=no_overhead,
+    checkpoint=copy_every_step,
+    recoveries={Kind.HOF: swap, Kind.NODE: swap},
+    uses=("swap_secs", "requalify_secs", "init_growth_secs"),
+    notes=("an HOF is treated as the loss of its node", "no steady overhead, as claimed; its published runs end at 512 GPUs"),
+)
