@@ -38,7 +38,8 @@ class Word(enum.IntEnum):
     INJECT_TAKEN = enum.auto()
     INJECT_FIRED_NS = enum.auto()
     INJECT_FIRED_STEP = enum.auto()
-    COMPILES = enum.auto()
+    STEP_NS_TOTAL = enum.auto()  # time inside successful steps of this incarnation
+    STALE_NS_TOTAL = enum.auto()  # time in which the host parity was behind
     # written by the agent; the sequence last
     INJECT_KIND = enum.auto()
     INJECT_PHASE = enum.auto()
@@ -63,7 +64,7 @@ class Control:
     def claim(self, pid: int, incarnation: int, steps: int) -> None:
         """A trainer begins to write: clears what its predecessor left."""
         for word in Word:
-            if Word.PID <= word <= Word.COMPILES and word is not Word.INJECT_TAKEN:
+            if Word.PID <= word <= Word.STALE_NS_TOTAL and word is not Word.INJECT_TAKEN:
                 self[word] = 0
         self[Word.INJECT_TAKEN] = self[Word.INJECT_SEQUENCE]
         self[Word.STEPS] = steps

@@ -31,6 +31,7 @@ REPLY_SECS = 30.0
 RESERVE_SECS = 600.0
 AGENT_HELLO_SECS = 30.0  # the manager first fences what the last agent left behind
 _REFUSAL_SECS = 1.0
+_RETRY_SECS = 0.01
 _LOG_TAIL_BYTES = 2000
 
 
@@ -122,6 +123,10 @@ def _holder_of(message: Mapping[str, Any]) -> ProcessId | None:
     return None if holder is None else ProcessId(int(holder["pid"]), int(holder["start"]))
 
 
+def _kept_of(item: Mapping[str, Any]) -> Kept:
+    return Kept(item["name"], item["kind"], item["bytes"], item.get("sha256"), _holder_of(item), item.get("orphaned_by"))
+
+
 def _descriptor_of(message: Mapping[str, Any], fds: list[int]) -> Descriptor:
     if len(fds) != 1:
         protocol.close_fds(fds)
@@ -189,8 +194,8 @@ class _Connection:
 class Subscription:
     """The agent's duplicates of everything that the manager keeps, and what it is told from then on; a connection of its own.
 
-    `fileno()` is for a select loop: when it is readable, call `poll`. When the manager dies, `lost` becomes true and `descriptors` stay: hand
-    them to `spawn_manager(adopt=...)`. Every change arrives before the process that asked for it got its answer.
+    `fileno()` is for a select loop: when it is readable, call `poll`. When the manager dies, `lost` becomes true and `descriptors` stay:
+    hand them to `spawn_manager(adopt=...)`. Every change arrives before the process that asked for it got its answer.
     """
 
     def __init__(self, connection: _Connection, timeout_secs: float = REPLY_SECS) -> None:
@@ -309,13 +314,22 @@ class ManagerClient:
         """What the manager did, before it greeted this process, when the last agent died; None if none has."""
         return _fence_of(self._connection.greeting.get("fence"))
 
-    def reconnect(self, connect_timeout_secs: float | None = None) -> None:
-        """Connects to whoever listens on the same path now, as after the manager was replaced. Descriptors stay valid, leases need no renewal
-        if the agent has handed them to the new manager (ask for them again: that is harmless)."""
-        if connect_timeout_secs is not None:
-            self._connect_secs = connect_timeout_secs
+    def reconnect(self, timeout_secs: float | None = None) -> None:
+        """Connects to whoever listens on the same path, waiting up to `timeout_secs` (default: `connect_timeout_secs`) for somebody to do so.
+
+        Descriptors stay valid. Leases were handed to the new manager by the agent; asking for them again is harmless.
+        """
+        deadline = time.monotonic() + (self._connect_secs if timeout_secs is None else timeout_secs)
         self._connection.close()
-        self._connection = self._connect()
+        while True:
+            try:
+                self._connection = self._connect()
+                return
+            except (JobError, ProtocolError) as error:
+                replaced_soon = isinstance(error, ProtocolError) or isinstance(error.__cause__, FileNotFoundError | ConnectionRefusedError)
+                if not replaced_soon or time.monotonic() >= deadline:
+                    raise
+            time.sleep(_RETRY_SECS)
 
     def become(self, role: str, rank: int | None, incarnation: int) -> None:
         """Changes what this process is, on the same connection: a promoted shadow becomes a trainer."""
@@ -389,10 +403,7 @@ class ManagerClient:
         found: list[Kept] = []
         while True:
             reply = self._request({"op": "list", "after": found[-1].name if found else ""})
-            for item in reply["entries"]:
-                found.append(
-                    Kept(item["name"], item["kind"], item["bytes"], item.get("sha256"), _holder_of(item), item.get("orphaned_by"))
-                )
+            found.extend(_kept_of(item) for item in reply["entries"])
             if not reply["more"]:
                 return tuple(found)
 
@@ -414,7 +425,7 @@ class ManagerClient:
             raise
 
     def adopt(self, descriptor: Descriptor) -> None:
-        """Agent: gives a duplicate back to a manager that does not have it, with its lease if the holder lives; the caller keeps its own."""
+        """Agent: gives a duplicate back to a manager that lacks it, with its lease if the holder lives; the caller keeps its own."""
         self._request(_adopt_message(descriptor), (descriptor.fd,), RESERVE_SECS)
 
     def free(self, force: bool = False) -> None:
@@ -525,7 +536,7 @@ def spawn_manager(
                     raise JobError(f"the state manager of job {job!r} did not start: {_log_tail(directory, log_start)}")
                 if time.monotonic() >= deadline:
                     raise DeadlineError(f"the state manager of job {job!r} does not answer at {path}: {_log_tail(directory, log_start)}")
-                time.sleep(0.01)
+                time.sleep(_RETRY_SECS)
         except BaseException as error:
             process.kill()
             process.wait()

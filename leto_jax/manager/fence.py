@@ -253,10 +253,10 @@ def _wchan(pid: int) -> str:
 def fence(token: str | Collection[str], pids: Iterable[int | ProcessId], deadline_secs: float = 10.0) -> FenceReport:
     """Kills every process of an incarnation and returns when all are dead, or at the deadline with those that are not.
 
-    Members: `pids`, their descendants, process groups and sessions that a member leads, and every process of this user whose environment holds
-    `LETO_TOKEN=<token>`. A group that a member merely sits in (the user's shell pipeline) is left alone, as are this process and its ancestors.
-    Zombies count as dead; reaping is the parent's. Give a `ProcessId` for a process that may have been reaped already, so that a later process
-    with its number is safe; a plain number is taken as the process that has it now.
+    Members: `pids`, their descendants, process groups and sessions that a member leads, and every process of this user whose environment
+    holds `LETO_TOKEN=<token>`. A group that a member merely sits in (the user's shell pipeline) is left alone, as are this process and its
+    ancestors. Zombies count as dead; reaping is the parent's. Give a `ProcessId` for a process that may have been reaped already, so that a
+    later process with its number is safe; a plain number is taken as the process that has it now.
 
     Args:
       token: the incarnation's token, or several.

@@ -83,7 +83,7 @@ def _own_paths(root: Path) -> dict[int, str]:
     """Path of this process in the version 2 hierarchy and in the version 1 hierarchy of the memory controller."""
     paths = {}
     for line in (_read(root / "proc/self/cgroup") or "").splitlines():
-        number, controllers, path = (line.split(":", 2) + ["", ""])[:3]
+        number, controllers, path = [*line.split(":", 2), "", ""][:3]
         if number == "0" and not controllers:
             paths[2] = path
         elif "memory" in controllers.split(","):
@@ -165,7 +165,7 @@ def check(nbytes: int, what: str, root: str | Path = "/") -> Budget:
         cgroup = f"limit {_amount(budget.cgroup_limit)}, used {_amount(budget.cgroup_used)}"
     advice = "raise the container's memory limit" if budget.source != "MemAvailable" else "free memory on this machine"
     raise MemoryBudgetError(
-        f"cannot reserve {_amount(nbytes)} for {what}: {_amount(budget.available)} are available and {_amount(HEADROOM_BYTES)} of them stay "
-        f"free; MemAvailable {_amount(budget.mem_available)}; cgroups: {cgroup}; the bound comes from {budget.source}. "
+        f"cannot reserve {_amount(nbytes)} for {what}: {_amount(budget.available)} are available, of which {_amount(HEADROOM_BYTES)} "
+        f"stay free; MemAvailable {_amount(budget.mem_available)}; cgroups: {cgroup}; the bound comes from {budget.source}. "
         f"Take a smaller model or fewer ranks per node (`leto run --plan` shows what is needed), or {advice}."
     )

@@ -1,7 +1,7 @@
 """Memory behind a descriptor: it lives as long as any process holds the descriptor or a mapping, whoever made it.
 
-Two kinds. An *arena* has real pages from the start and a sealed size: no process can grow, shrink or freeze it under the others. A *blob* is
-sealed against every change, so its digest, once checked, stays true.
+Two kinds. An *arena* has real pages from the start and a sealed size: no process can grow, shrink or freeze it under the others. A *blob*
+is sealed against every change, so its digest, once checked, stays true. Generators yield for how long they need not be resumed (`hub`).
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ def create(name: str) -> int:
         return os.memfd_create(os.fsdecode(label), flags)
 
 
-def reserve_steps(name: str, nbytes: int, root: str | Path = "/") -> Generator[None, None, int]:
+def reserve_steps(name: str, nbytes: int, root: str | Path = "/") -> Generator[float, None, int]:
     """`reserve` as a generator that pauses after each piece, for callers that have to answer others meanwhile; its value is the fd."""
     if nbytes < 1:
         raise UsageError(f"an arena has at least 1 byte, found {nbytes} for {name!r}")
@@ -57,7 +57,7 @@ def reserve_steps(name: str, nbytes: int, root: str | Path = "/") -> Generator[N
                 ) from error
             done += piece
             if done < nbytes:
-                yield
+                yield 0.0
                 limits.check(nbytes - done, f"the rest of {what}", root)  # others reserve too
         fcntl.fcntl(fd, fcntl.F_ADD_SEALS, _SIZE_SEALS | fcntl.F_SEAL_SEAL)
         return fd
@@ -133,7 +133,7 @@ def make_blob(name: str, data: bytes | bytearray | memoryview, root: str | Path 
     return fd, hashlib.sha256(view).hexdigest()
 
 
-def digest_steps(fd: int, nbytes: int) -> Generator[None, None, str]:
+def digest_steps(fd: int, nbytes: int) -> Generator[float, None, str]:
     """SHA-256 of the first `nbytes` of `fd`, pausing after each `HASH_BYTES`; does not move the file offset, which processes share."""
     digest = hashlib.sha256()
     offset = 0
@@ -143,7 +143,7 @@ def digest_steps(fd: int, nbytes: int) -> Generator[None, None, str]:
             raise RecordError(f"expected {nbytes} bytes behind descriptor {fd}, it ends after {offset}")
         digest.update(piece)
         offset += len(piece)
-        yield
+        yield 0.0
     return digest.hexdigest()
 
 

@@ -397,7 +397,8 @@ def connect(path: str | os.PathLike[str], *, deadline: float, what: str = "the p
         if isinstance(error, ConnectionRefusedError):
             raise JobError(f"{what} is gone: nobody answers at the dead socket {address}; `leto run --job NAME` replaces it") from error
         if isinstance(error, PermissionError):
-            raise JobError(f"{what} at {address} belongs to another user ({_owner(address)}), this process is uid {os.geteuid()}") from error
+            found = f"{_owner(address)}, this process is uid {os.geteuid()}"
+            raise JobError(f"{what} at {address} belongs to another user: {found}") from error
         if isinstance(error, OSError) and not isinstance(error, LetoError):
             raise JobError(f"cannot connect to {what} at {address}: {error.strerror}") from error
         raise
@@ -454,7 +455,7 @@ def error_reply(error: BaseException) -> Message:
     """The reply that makes the asking process raise `error`; anything that is not a `LetoError` travels as a plain one."""
     kind = type(error).__name__ if isinstance(error, LetoError) else LetoError.__name__
     text = str(error) if isinstance(error, LetoError) else f"internal error: {type(error).__name__}: {error}"
-    return {"error": {"type": kind, "message": text[: MAX_BODY_BYTES // 8]}}
+    return {"error": {"type": kind, "message": text[: MAX_BODY_BYTES // 16]}}
 
 
 def raise_error(reply: Message) -> None:

@@ -1,8 +1,8 @@
 """Where the sockets of a job lie: a private directory per user, one directory per job in it.
 
-    $XDG_RUNTIME_DIR/leto/JOB/      if that variable names a directory that is ours
-    /tmp/leto-UID/JOB/              otherwise
-        manager.sock  manager.lock  manager.log
+$XDG_RUNTIME_DIR/leto/JOB/      if that variable names a directory that is ours
+/tmp/leto-UID/JOB/              otherwise
+    manager.sock  manager.lock  manager.log
 """
 
 from __future__ import annotations

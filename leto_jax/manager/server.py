@@ -1,148 +1,67 @@
 """The state manager process: `python -m leto_jax.manager.server --job NAME --dir RUNTIME_DIR --orphan-timeout-secs S`.
 
-It owns all retained memory of one job and does nothing else, so that nothing else can take that memory with it: no JAX, no CUDA context, a
-session of its own, SIGINT and SIGHUP ignored. What it promises:
+It owns all retained memory of one job and does nothing else, so that nothing else can take that memory with it: no JAX, no CUDA context,
+a session of its own, SIGINT and SIGHUP ignored. What it promises:
 
-    whoever dies                 what it does
-    the writer of an arena       the lease ends with the process (pidfd), not with its socket; the arena is an orphan with all its content
-    the agent                    kills the agent's children (`fence`), keeps the memory, greets the next agent after that; without one it frees
-                                 everything after --orphan-timeout-secs
-    itself                       agent and writers hold duplicates: a new manager takes them back (--adopt-fd) before it listens
+    whoever dies            what it does
+    the writer of an arena  the lease ends with the process (pidfd), not with its socket; the arena is an orphan with all its content
+    the agent               kills the agent's children (`fence`), keeps the memory, greets the next agent after that; without one it
+                            frees everything after --orphan-timeout-secs
+    itself                  agent and writers hold duplicates: a new manager takes them back (--adopt-fd) before it listens
 
-    SIGTERM                      refused while an agent or a writer lives, else everything is freed
+    SIGTERM                 refused while an agent or a writer lives, else everything is freed
 
-One thread, one select loop. A request that takes long (reserving, hashing, waiting for a fence) is a generator that the loop resumes between
-others; its connection is not read meanwhile. A change is in the agent's socket buffer before the process that asked for it is answered.
+A change is in the agent's socket buffer before the process that asked for it is answered: nobody relies on memory of which the manager
+has the only descriptor (unless there is no agent).
 """
 
 from __future__ import annotations
 
 import argparse
 import contextlib
-import errno
 import fcntl
 import os
 import resource
-import selectors
 import signal
 import socket
 import sys
 import time
-import traceback
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Generator, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from leto_jax.errors import DeadlineError, JobError, LetoError, ProtocolError, UsageError
 from leto_jax.manager import limits, memory, protocol, runtime
 from leto_jax.manager.fence import Fence, FenceReport, ProcessId, check_token, is_dead, process_id
+from leto_jax.manager.hub import Connection, Handler, Hub, Log, Reply, Steps, exited
 from leto_jax.manager.store import ARENA, BLOB, KINDS, Entry, Store, check_name, check_sha256
 
-VERSION = 1
 ROLES = ("agent", "trainer", "shadow", "tool")
-MAX_CONNECTIONS = 1024
 MAX_CHILDREN = 1024
 MAX_BYTES = 1 << 62
 FENCE_SECS = 10.0
-PUSH_SECS = 10.0
-PARTIAL_SECS = 10.0
 ADOPT_SECS = 600.0
 GOODBYE_SECS = 1.0
 TICK_SECS = 1.0
 TOUCH_SECS = 3600.0  # cleaners of /tmp and of XDG_RUNTIME_DIR remove what looks unused
+_FENCE_LOOK_SECS = 0.01
 _LIST_BYTES = protocol.MAX_BODY_BYTES // 2
-_LOG_LINES_PER_MINUTE = 200
-
-Reply = tuple[protocol.Message, tuple[int, ...]]
-Steps = Generator[float, None, Reply]  # yields how many seconds it can wait
 
 
-class _Log:
-    """One line per event on stderr (manager.log), bounded per minute."""
+class _Watched(NamedTuple):
+    """A process whose death matters: its pidfd (owned) is in the select loop."""
 
-    def __init__(self) -> None:
-        self._minute = 0
-        self._lines = 0
-
-    def __call__(self, text: str) -> None:
-        minute = int(time.monotonic() // 60)
-        if minute != self._minute:
-            self._minute, self._lines = minute, 0
-        self._lines += 1
-        if self._lines > _LOG_LINES_PER_MINUTE:
-            return
-        if self._lines == _LOG_LINES_PER_MINUTE:
-            text = "too many lines, silent for the rest of this minute"
-        with contextlib.suppress(OSError, ValueError):
-            print(time.strftime("%Y-%m-%d %H:%M:%S"), f"manager {os.getpid()}:", text, file=sys.stderr, flush=True)
-
-
-class _Process:
-    """A process that is watched: its identity and a pidfd, which becomes readable when it is dead."""
-
-    def __init__(self, identity: ProcessId, pidfd: int, label: str) -> None:
-        self.identity = identity
-        self.pidfd = pidfd
-        self.label = label
-
-    @property
-    def pid(self) -> int:
-        return self.identity.pid
-
-
-class _Connection:
-    def __init__(self, sock: socket.socket, peer: protocol.Peer, identity: ProcessId, pidfd: int) -> None:
-        self.sock = sock
-        self.peer = peer
-        self.identity = identity
-        self.pidfd = pidfd
-        self.decoder = protocol.Decoder()
-        self.outbox = protocol.Outbox(sock)
-        self.role: str | None = None
-        self.label = f"process {peer.pid}"
-        self.subscribed = False
-        self.busy = False  # a request is being worked on: nothing is read
-        self.closing = False  # close when the outbox is empty
-        self.closed = False
-        self.events = 0  # what the selector watches
-        self.partial_since: float | None = None
-
-
-def _text(request: protocol.Message, key: str) -> str:
-    value = request.get(key)
-    if not isinstance(value, str):
-        raise UsageError(f"request {request.get('op')!r}: expected a string as {key!r}, found {value!r}")
-    return value
-
-
-def _integer(request: protocol.Message, key: str, low: int, high: int) -> int:
-    value = request.get(key)
-    if isinstance(value, bool) or not isinstance(value, int) or not low <= value <= high:
-        raise UsageError(f"request {request.get('op')!r}: expected an integer from {low} to {high} as {key!r}, found {value!r}")
-    return value
-
-
-def _one_fd(request: protocol.Message, fds: Sequence[int]) -> int:
-    if len(fds) != 1:
-        raise UsageError(f"request {request.get('op')!r}: expected one descriptor, found {len(fds)}")
-    return fds[0]
-
-
-def _identity_in(request: protocol.Message, key: str) -> ProcessId | None:
-    value = request.get(key)
-    if value is None:
-        return None
-    if not isinstance(value, dict):
-        raise UsageError(f"request {request.get('op')!r}: expected pid and start as {key!r}, found {value!r}")
-    return ProcessId(_integer({"op": request.get("op"), **value}, "pid", 2, 1 << 30), _integer({**value}, "start", 0, 1 << 62))
+    identity: ProcessId
+    pidfd: int
+    label: str
 
 
 class Server:
-    """Owns the sockets, the watched processes and the store; `run` returns when the job's memory has been given up.
+    """Owns the store, the watched processes and the lock of the job; `run` returns when the job's memory has been given up.
 
-    *Crash*: at any point: descriptors close, leases are forgotten (agents hand living ones to the next manager), the lock is free, the socket
-    file is dead and is replaced. No request is half done for anybody but its asker: a reservation is kept under its name or nowhere.
+    *Crash*: at any point: descriptors close, leases are forgotten (the agent hands living ones to the next manager), the lock is free, the
+    socket file is dead and is replaced. A reservation or a blob is kept under its name or nowhere.
     """
 
     def __init__(self, job: str, directory: str | Path, orphan_timeout_secs: float) -> None:
@@ -152,27 +71,25 @@ class Server:
         self._orphan_timeout_secs = orphan_timeout_secs
         self._directory = Path(directory)
         self._path = protocol.check_address(self._directory / runtime.SOCKET_NAME)
-        self._log = _Log()
-        self._selector = selectors.DefaultSelector()
+        self._log = Log("manager")
+        self._hub = Hub(self._handle, self._log, f"job {job!r}")
         self._store = Store()
         self._started = time.monotonic()
-        self._identity = process_id(os.getpid()) or ProcessId(os.getpid(), 0)
-        self._connections: set[_Connection] = set()
-        self._tasks: list[tuple[_Connection, Steps, float]] = []
-        self._holders: dict[ProcessId, _Process] = {}
-        self._agent: _Process | None = None
+        self._holders: dict[ProcessId, _Watched] = {}
+        self._subscribers: set[Connection] = set()
+        self._agent: _Watched | None = None
         self._children: list[tuple[ProcessId | None, str]] = []
         self._fence: Fence | None = None
         self._fence_report: FenceReport | None = None
         self._orphan_deadline = time.monotonic() + orphan_timeout_secs
         self._reserving = False
+        self._term = False
         self._exit: str | None = None
+        self._next_check = 0.0
         self._touched = time.monotonic()
-        self._listener: socket.socket | None = None
-        self._listener_inode = -1
+        self._socket_inode = -1
         self._lock = -1
-        self._accept_again = 0.0
-        self._handlers: dict[str, Callable[[_Connection, protocol.Message, Sequence[int]], Reply | Steps]] = {
+        self._handlers: dict[str, Handler] = {
             "hello": self._op_hello,
             "reserve": self._op_reserve,
             "open": self._op_open,
@@ -198,6 +115,9 @@ class Server:
         path = self._directory / runtime.LOCK_NAME
         while True:
             fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
+            if self._lock >= 0 and os.path.samestat(os.fstat(fd), os.fstat(self._lock)):
+                os.close(fd)
+                return
             try:
                 fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except BlockingIOError as error:
@@ -208,7 +128,7 @@ class Server:
                     f"attach to it with `leto run --job {self._job}`, or end it with `leto stop`"
                 ) from error
             with contextlib.suppress(FileNotFoundError):
-                if os.stat(path).st_ino == os.fstat(fd).st_ino:
+                if os.path.samestat(os.stat(path), os.fstat(fd)):
                     break
             os.close(fd)  # its owner freed the job and removed the file just now
         os.ftruncate(fd, 0)
@@ -220,7 +140,6 @@ class Server:
     def adopt_from(self, sock: socket.socket, timeout_secs: float = ADOPT_SECS) -> None:
         """Takes back what the agent holds, before anybody can connect; ends with the message `adopted`, or when the agent is gone."""
         deadline = time.monotonic() + timeout_secs
-        count = 0
         while True:
             fds: list[int] = []
             try:
@@ -228,7 +147,6 @@ class Server:
                 if message.get("op") == "adopted":
                     break
                 reply = _finish(self._adopt(message, fds))
-                count += 1
             except (ProtocolError, DeadlineError) as error:
                 self._log(f"the agent did not finish handing over: {error}")
                 break
@@ -238,19 +156,15 @@ class Server:
                 protocol.close_fds(fds)
             with contextlib.suppress(ProtocolError, DeadlineError):
                 protocol.send(sock, reply, deadline=deadline)
-        self._log(f"took back {count} descriptors")
+        self._log(f"took back {len(self._store)} pieces of memory")
 
     def listen(self) -> None:
         """Opens the socket to everybody; replaces a dead one."""
         sock, replaced = protocol.listen(self._path, what=f"a state manager of job {self._job!r}")
         if replaced:
             self._log(f"replaced the dead socket {self._path}: its manager is gone")
-        if self._listener is not None:
-            self._selector.unregister(self._listener)
-            self._listener.close()
-        self._listener = sock
-        self._listener_inode = os.stat(self._path).st_ino
-        self._selector.register(sock, selectors.EVENT_READ, self._accept)
+        self._socket_inode = os.stat(self._path).st_ino
+        self._hub.listen(sock)
 
     def run(self) -> int:
         """Serves until the memory is given up; returns the exit code."""
@@ -261,46 +175,33 @@ class Server:
         signal.signal(signal.SIGHUP, signal.SIG_IGN)
         signal.signal(signal.SIGTERM, self._on_term)
         signal.set_wakeup_fd(wake.fileno(), warn_on_full_buffer=False)
-        self._selector.register(woken, selectors.EVENT_READ, partial(self._drain, woken))
+        self._hub.watch(woken.fileno(), partial(_drain, woken))
         self._log(f"keeps job {self._job!r} at {self._path}")
+        self._orphan_deadline = time.monotonic() + self._orphan_timeout_secs
         while self._exit is None:
-            for key, _ in self._selector.select(self._wait_secs()):
-                self._guarded(key.data)
-            self._run_tasks()
-            self._guarded(self._tick)
+            self._hub.turn(self._wait_secs())
+            self._hub.guarded(self._tick)
         self._leave()
         return 0
 
-    def _guarded(self, call: Callable[[], None]) -> None:
-        """A mistake of ours must not take the memory with it: it is logged, and the loop goes on."""
-        try:
-            call()
-        except Exception:
-            self._log("internal error\n" + traceback.format_exc())
-
-    def _drain(self, sock: socket.socket) -> None:
-        with contextlib.suppress(BlockingIOError):
-            sock.recv(64)
+    def close(self) -> None:
+        """Closes everything that this object owns; removes no file."""
+        self._hub.close()
+        for process in [*self._holders.values(), *([self._agent] if self._agent is not None else [])]:
+            os.close(process.pidfd)
+        self._holders.clear()
+        self._agent = None
+        self._store.close()
+        protocol.close_fds([self._lock] if self._lock >= 0 else [])
+        self._lock = -1
 
     def _on_term(self, number: int, frame: object) -> None:
-        living = self._living_holders()
-        if self._agent is not None and not _exited(self._agent.pidfd):
-            self._log(f"SIGTERM refused: the agent, process {self._agent.pid}, lives; end the job with `leto stop`")
-        elif living:
-            self._log(f"SIGTERM refused: {_names(living)} write to the memory of this job; end them first")
-        else:
-            self._exit = "SIGTERM"
+        self._term = True
 
     def _wait_secs(self) -> float:
-        now = time.monotonic()
-        wait = TICK_SECS
-        for _, _, due in self._tasks:
-            wait = min(wait, due - now)
         if self._fence is not None:
-            wait = min(wait, 0.01)
-        elif self._agent is None:
-            wait = min(wait, self._orphan_deadline - now)
-        return max(wait, 0.0)
+            return _FENCE_LOOK_SECS
+        return TICK_SECS if self._agent is not None else min(TICK_SECS, self._orphan_deadline - time.monotonic())
 
     def _tick(self) -> None:
         now = time.monotonic()
@@ -310,24 +211,32 @@ class Server:
                 self._fence_done(report)
         elif self._agent is None and now >= self._orphan_deadline and self._exit is None:
             self._exit = f"no agent for {self._orphan_timeout_secs:g} s"
-        for connection in list(self._connections):
-            if connection.partial_since is not None and now - connection.partial_since > PARTIAL_SECS:
-                self._refuse(connection, ProtocolError(f"no complete message within {PARTIAL_SECS:g} s"))
-        if self._listener is not None and now >= self._accept_again > 0:
-            self._accept_again = 0.0
-            self._selector.register(self._listener, selectors.EVENT_READ, self._accept)
-        self._stay_reachable(now)
+        if self._term:
+            self._term = False
+            self._terminate()
+        if now >= self._next_check:
+            self._next_check = now + TICK_SECS
+            self._stay_reachable(now)
+
+    def _terminate(self) -> None:
+        living = self._living_holders()
+        if self._agent is not None and not exited(self._agent.pidfd):
+            self._log(f"SIGTERM refused: the agent, process {self._agent.identity.pid}, lives; end the job with `leto stop`")
+        elif living:
+            self._log(f"SIGTERM refused: {_names(living)} write to the memory of this job; end them first")
+        else:
+            self._exit = "SIGTERM"
 
     def _stay_reachable(self, now: float) -> None:
         try:
             found = os.stat(self._path)
-        except FileNotFoundError:  # a cleaner, or a person: without its socket nobody could ever attach
+        except FileNotFoundError:  # a cleaner, or a person: without its socket nobody could ever attach again
             with contextlib.suppress(OSError, LetoError):
                 self.claim()
                 self.listen()
                 self._log(f"the socket {self._path} had vanished, made it again")
             return
-        if now - self._touched > TOUCH_SECS and found.st_ino == self._listener_inode:
+        if now - self._touched > TOUCH_SECS and found.st_ino == self._socket_inode:
             self._touched = now
             for path in (self._path, self._directory / runtime.LOCK_NAME, self._directory):
                 with contextlib.suppress(OSError):
@@ -335,296 +244,59 @@ class Server:
 
     def _leave(self) -> None:
         self._log(f"frees {len(self._store)} pieces of memory of job {self._job!r} and ends: {self._exit}")
-        until = time.monotonic() + GOODBYE_SECS
-        while time.monotonic() < until and any(connection.outbox.pending for connection in self._connections):
-            for connection in list(self._connections):
-                self._flush(connection)
-            time.sleep(0.005)
+        self._hub.drain(GOODBYE_SECS)
         with contextlib.suppress(OSError):
-            if os.stat(self._path).st_ino == self._listener_inode:
+            if os.stat(self._path).st_ino == self._socket_inode:
                 os.unlink(self._path)
                 os.unlink(self._directory / runtime.LOCK_NAME)
         self.close()
 
-    def close(self) -> None:
-        """Closes everything that this object owns; removes no file."""
-        self._tasks.clear()
-        for connection in list(self._connections):
-            self._close(connection)
-        for process in [*self._holders.values(), *([self._agent] if self._agent is not None else [])]:
-            os.close(process.pidfd)
-        self._holders.clear()
-        self._agent = None
-        self._store.close()
-        if self._listener is not None:
-            self._listener.close()
-        if self._lock >= 0:
-            os.close(self._lock)
-            self._lock = -1
-        self._selector.close()
-
-    # Connections.
-
-    def _accept(self) -> None:
-        assert self._listener is not None
-        try:
-            sock, _ = self._listener.accept()
-        except BlockingIOError:
-            return
-        except OSError as error:
-            self._log(f"cannot accept a connection: {error.strerror}")
-            if error.errno in (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM):
-                self._selector.unregister(self._listener)  # it would stay readable: try again a little later
-                self._accept_again = time.monotonic() + 0.2
-            return
-        sock.setblocking(False)
-        peer = protocol.peer_of(sock)
-        refusal: LetoError | None = None
-        pidfd = -1
-        identity: ProcessId | None = None
-        try:
-            if peer.uid != os.geteuid():
-                raise JobError(f"job {self._job!r} belongs to uid {os.geteuid()}; process {peer.pid} has uid {peer.uid}")
-            if len(self._connections) >= MAX_CONNECTIONS:
-                raise JobError(f"{MAX_CONNECTIONS} connections are open already, refused process {peer.pid}")
-            pidfd = protocol.peer_pidfd(sock)
-            identity = process_id(peer.pid)
-            if identity is None or _exited(pidfd):
-                raise ProtocolError(f"the peer, process {peer.pid}, is dead")
-        except LetoError as error:
-            refusal = error
-        if refusal is not None or identity is None:
-            self._log(f"refused a connection: {refusal}")
-            with contextlib.suppress(OSError):
-                sock.send(protocol.encode(protocol.error_reply(refusal or JobError("refused"))))
-            if pidfd >= 0:
-                os.close(pidfd)
-            sock.close()
-            return
-        connection = _Connection(sock, peer, identity, pidfd)
-        self._connections.add(connection)
-        self._update(connection)
-
-    def _update(self, connection: _Connection) -> None:
-        """Watches a connection for what it can go on with: reading unless it is busy, writing if something waits."""
-        if connection.closed:
-            return
-        events = 0 if connection.busy or connection.closing else selectors.EVENT_READ
-        if connection.outbox.pending:
-            events |= selectors.EVENT_WRITE
-        if events == connection.events:
-            return
-        if connection.events == 0:
-            self._selector.register(connection.sock, events, partial(self._serve, connection))
-        elif events == 0:
-            self._selector.unregister(connection.sock)
-        else:
-            self._selector.modify(connection.sock, events, partial(self._serve, connection))
-        connection.events = events
-
-    def _close(self, connection: _Connection) -> None:
-        if connection.closed:
-            return
-        connection.closed = True
-        self._connections.discard(connection)
-        if connection.events:
-            self._selector.unregister(connection.sock)
-        connection.decoder.close()
-        connection.outbox.close()
-        connection.sock.close()
-        os.close(connection.pidfd)
-
-    def _flush(self, connection: _Connection) -> None:
-        if connection.closed:
-            return
-        try:
-            connection.outbox.flush()
-        except ProtocolError:
-            self._close(connection)
-            return
-        if connection.closing and not connection.outbox.pending:
-            self._close(connection)
-        else:
-            self._update(connection)
-
-    def _refuse(self, connection: _Connection, error: LetoError) -> None:
-        """What came is not a message: says so and closes, since the place in the stream is lost."""
-        self._log(f"closed the connection of {connection.label}: {error}")
-        connection.closing = True
-        connection.partial_since = None
-        with contextlib.suppress(ProtocolError):
-            connection.outbox.put(protocol.error_reply(error))
-        self._flush(connection)
-
-    def _serve(self, connection: _Connection) -> None:
-        try:
-            if connection.outbox.pending:
-                self._flush(connection)
-            if connection.closed or connection.busy or connection.closing:
-                return
-            try:
-                open_ = connection.decoder.read_from(connection.sock)
-            except BlockingIOError:
-                return
-            if not open_:
-                self._close(connection)
-                return
-            self._next_request(connection)
-        except ProtocolError as error:
-            self._refuse(connection, error)
-        except Exception as error:
-            self._log(f"internal error while serving {connection.label}\n" + traceback.format_exc())
-            self._refuse(connection, ProtocolError(f"internal error of the state manager: {error}"))
-
-    def _next_request(self, connection: _Connection) -> None:
-        while not (connection.busy or connection.closing or connection.closed):
-            received = connection.decoder.next_message()
-            if received is None:
-                if not connection.decoder.partial:
-                    connection.partial_since = None
-                elif connection.partial_since is None:
-                    connection.partial_since = time.monotonic()
-                return
-            connection.partial_since = None
-            self._handle(connection, *received)
-
-    def _handle(self, connection: _Connection, request: protocol.Message, fds: list[int]) -> None:
-        op = request.get("op")
-        result: Reply | Steps
-        try:
-            handler = self._handlers.get(op) if isinstance(op, str) else None
-            if handler is None:
-                raise UsageError(f"expected one of the requests {', '.join(self._handlers)}, found {op!r}")
-            if connection.role is None and op != "hello":
-                raise UsageError(f"expected a hello first, found {op!r}")
-            result = handler(connection, request, fds)
-        except Exception as error:
-            protocol.close_fds(fds)
-            self._answer(connection, self._failure(connection, op, error))
-            return
-        if isinstance(result, tuple):
-            protocol.close_fds(fds)
-            self._answer(connection, result)
-            return
-        connection.busy = True
-        self._tasks.append((connection, _closing(result, fds), 0.0))
-        self._update(connection)
-
-    def _failure(self, connection: _Connection, op: object, error: Exception) -> Reply:
-        if not isinstance(error, LetoError):
-            self._log(f"internal error in {op!r} of {connection.label}\n" + "".join(traceback.format_exception(error)))
-        return protocol.error_reply(error), ()
-
-    def _answer(self, connection: _Connection, reply: Reply) -> None:
-        if connection.closed:
-            return
-        message, fds = reply
-        try:
-            connection.outbox.put(message, fds)
-        except (ProtocolError, OSError) as error:
-            self._refuse(connection, ProtocolError(f"cannot answer: {error}"))
-            return
-        self._flush(connection)
-
-    def _run_tasks(self) -> None:
-        now = time.monotonic()
-        tasks, self._tasks = self._tasks, []
-        for connection, steps, due in tasks:
-            if due > now:
-                self._tasks.append((connection, steps, due))
-                continue
-            try:
-                wait = next(steps)
-            except StopIteration as end:
-                reply: Reply = end.value
-            except Exception as error:
-                reply = self._failure(connection, "a request", error)
-            else:
-                self._tasks.append((connection, steps, time.monotonic() + wait if wait else 0.0))
-                continue
-            connection.busy = False
-            self._answer(connection, reply)
-            self._resume(connection)
-
-    def _resume(self, connection: _Connection) -> None:
-        """Goes on with requests that were read behind the one that took long."""
-        if connection.closed:
-            return
-        try:
-            self._next_request(connection)
-        except ProtocolError as error:
-            self._refuse(connection, error)
-        self._update(connection)
-
-    def _push(self, message: protocol.Message, fds: tuple[int, ...] = ()) -> Generator[float, None, None]:
-        """Tells the agent, and waits until the kernel has it: then the agent has it even if this process dies now.
-
-        An agent that does not read is cut off after a while (it subscribes again and gets everything): its stop must not stop the trainers.
-        """
-        until = time.monotonic() + PUSH_SECS
-        waiting: list[tuple[_Connection, int]] = []
-        for connection in [connection for connection in self._connections if connection.subscribed]:
-            try:
-                waiting.append((connection, connection.outbox.put(message, fds)))
-            except ProtocolError as error:
-                self._log(f"dropped the subscription of {connection.label}: {error}")
-                self._close(connection)
-                continue
-            self._flush(connection)
-        while waiting := [(c, ticket) for c, ticket in waiting if not c.closed and c.outbox.sent < ticket]:
-            if time.monotonic() >= until:
-                for connection, _ in waiting:
-                    self._log(f"dropped the subscription of {connection.label}: it did not read for {PUSH_SECS:g} s")
-                    self._close(connection)
-                return
-            yield 0.005
-
     # Processes.
 
-    def _watch(self, identity: ProcessId, pidfd: int, label: str, on_death: Callable[[], None]) -> _Process:
-        process = _Process(identity, pidfd, label)
-        self._selector.register(pidfd, selectors.EVENT_READ, on_death)
-        return process
-
-    def _unwatch(self, process: _Process) -> None:
-        self._selector.unregister(process.pidfd)
-        os.close(process.pidfd)
-
-    def _living_holders(self) -> list[_Process]:
-        return [process for process in self._holders.values() if not _exited(process.pidfd)]
+    def _living_holders(self) -> list[_Watched]:
+        return [process for process in self._holders.values() if not exited(process.pidfd)]
 
     def _hold(self, name: str, identity: ProcessId, pidfd: int, label: str) -> Entry:
         """Grants a lease; `pidfd` is duplicated. Returns the entry as it was."""
-        if identity not in self._holders:
-            self._holders[identity] = self._watch(identity, os.dup(pidfd), label, partial(self._holder_died, identity))
-        self._holders[identity].label = label
+        known = self._holders.get(identity)
+        if known is None:
+            known = _Watched(identity, os.dup(pidfd), label)
+            self._hub.watch(known.pidfd, partial(self._holder_died, identity))
+        self._holders[identity] = known._replace(label=label)
         return self._store.lease(name, identity)
 
     def _holder_died(self, identity: ProcessId) -> None:
         process = self._holders.pop(identity, None)
         if process is None:
             return
-        self._unwatch(process)
+        self._hub.unwatch(process.pidfd)
+        os.close(process.pidfd)
         names = self._store.orphan(identity)
         self._log(f"{process.label} is dead; kept without a writer: {', '.join(names) or 'nothing'}")
-        for connection in [connection for connection in self._connections if connection.subscribed]:
+        for connection in self._listeners():
             for name in names:
-                with contextlib.suppress(ProtocolError):
-                    connection.outbox.put({"event": "orphan", "name": name, "pid": identity.pid})
-            self._flush(connection)
+                self._hub.post(connection, {"event": "orphan", "name": name, "pid": identity.pid})
 
-    def _agent_died(self) -> None:
-        if self._agent is None:
+    def _listeners(self) -> list[Connection]:
+        self._subscribers = {connection for connection in self._subscribers if not connection.closed}
+        return list(self._subscribers)
+
+    def _tell(self, message: protocol.Message, fds: tuple[int, ...] = ()) -> Generator[float, None, None]:
+        return self._hub.push(self._listeners(), message, fds)
+
+    def _agent_died(self, identity: ProcessId) -> None:
+        agent = self._agent
+        if agent is None or agent.identity != identity:
             return
-        self._unwatch(self._agent)
-        agent, self._agent = self._agent, None
-        for connection in list(self._connections):
-            if connection.identity == agent.identity:
-                self._close(connection)
-        self._orphan_deadline = time.monotonic() + self._orphan_timeout_secs
-        self._log(f"the agent, process {agent.pid}, is dead: killing its children, keeping {len(self._store)} pieces of memory")
+        self._agent = None
+        self._hub.unwatch(agent.pidfd)
+        os.close(agent.pidfd)
+        for connection in list(self._hub.connections):
+            if connection.identity == identity:
+                self._hub.close_connection(connection)
+        self._log(f"the agent, process {identity.pid}, is dead: killing its children, keeping {len(self._store)} pieces of memory")
         tokens = {token for _, token in self._children}
-        self._fence = Fence(tokens, [identity for identity, _ in self._children if identity is not None], FENCE_SECS)
+        self._fence = Fence(tokens, [child for child, _ in self._children if child is not None], FENCE_SECS)
 
     def _fence_done(self, report: FenceReport) -> None:
         self._fence, self._fence_report, self._children = None, report, []
@@ -635,7 +307,16 @@ class Server:
 
     # Requests.
 
-    def _op_hello(self, connection: _Connection, request: protocol.Message, fds: Sequence[int]) -> Reply | Steps:
+    def _handle(self, connection: Connection, request: protocol.Message, fds: Sequence[int]) -> Reply | Steps:
+        op = request.get("op")
+        handler = self._handlers.get(op) if isinstance(op, str) else None
+        if handler is None:
+            raise UsageError(f"expected one of the requests {', '.join(self._handlers)}, found {op!r}")
+        if connection.role is None and op != "hello":
+            raise UsageError(f"expected a hello first, found {op!r}")
+        return handler(connection, request, fds)
+
+    def _op_hello(self, connection: Connection, request: protocol.Message, fds: Sequence[int]) -> Reply | Steps:
         role = _text(request, "role")
         if role not in ROLES:
             raise UsageError(f"a role is one of {', '.join(ROLES)}, found {role!r}")
@@ -649,41 +330,37 @@ class Server:
         return self._greeting(), ()
 
     def _greeting(self) -> protocol.Message:
-        return {
-            "ok": True,
-            "job": self._job,
-            "pid": os.getpid(),
-            "version": VERSION,
-            "agent": None if self._agent is None else self._agent.pid,
-            "fence": _fence_message(self._fence_report),
-        }
+        agent = None if self._agent is None else self._agent.identity.pid
+        return {"ok": True, "job": self._job, "pid": os.getpid(), "agent": agent, "fence": _fence_message(self._fence_report)}
 
-    def _greet_agent(self, connection: _Connection) -> Steps:
-        if self._agent is not None and _exited(self._agent.pidfd):
-            self._agent_died()
+    def _greet_agent(self, connection: Connection) -> Steps:
+        if self._agent is not None and exited(self._agent.pidfd):  # its death may not have been read from the selector yet
+            self._agent_died(self._agent.identity)
         while self._fence is not None:  # two incarnations must never live at once
-            yield 0.01
+            yield _FENCE_LOOK_SECS
         if self._agent is not None and self._agent.identity != connection.identity:
             raise JobError(
-                f"job {self._job!r} already has an agent, process {self._agent.pid}: choose another --job, or end it with `leto stop`"
+                f"job {self._job!r} already has an agent, process {self._agent.identity.pid}: "
+                "choose another name with --job, or end it with `leto stop`"
             )
-        if connection.closed:
-            raise ProtocolError("the connection closed while it waited")
+        if connection.closed or exited(connection.pidfd):
+            raise ProtocolError(f"{connection.label} went away while it waited")
         if self._agent is None:
-            self._agent = self._watch(connection.identity, os.dup(connection.pidfd), connection.label, self._agent_died)
+            self._agent = _Watched(connection.identity, os.dup(connection.pidfd), connection.label)
+            self._hub.watch(self._agent.pidfd, partial(self._agent_died, connection.identity))
             self._log(f"the agent is process {connection.peer.pid}")
         connection.role = "agent"
         return self._greeting(), ()
 
-    def _expect_agent(self, connection: _Connection, request: protocol.Message) -> None:
+    def _expect_agent(self, connection: Connection, request: protocol.Message) -> None:
         if connection.role != "agent" or self._agent is None or self._agent.identity != connection.identity:
             raise JobError(f"only the agent of job {self._job!r} may ask for {request['op']!r}, this is {connection.label}")
 
-    def _expect_member(self, connection: _Connection, request: protocol.Message) -> None:
+    def _expect_member(self, connection: Connection, request: protocol.Message) -> None:
         if connection.role == "tool":
             raise JobError(f"a tool may only read, {request['op']!r} is for the processes of job {self._job!r}")
 
-    def _op_reserve(self, connection: _Connection, request: protocol.Message, fds: Sequence[int]) -> Steps:
+    def _op_reserve(self, connection: Connection, request: protocol.Message, fds: Sequence[int]) -> Steps:
         self._expect_member(connection, request)
         name = check_name(_text(request, "name"))
         nbytes = _integer(request, "bytes", 1, MAX_BYTES)
@@ -693,26 +370,18 @@ class Server:
         return self._reserve(name, nbytes)
 
     def _reserve(self, name: str, nbytes: int) -> Steps:
-        while self._reserving:  # one at a time: two that fit only alone must not fail both, half way
+        while self._reserving:  # one at a time: two that fit only alone must not both fail half way
             yield 0.005
-        entry = self._store.find(name)
-        if entry is None:
+        if self._store.find(name) is None:
             self._store.check_room(name)
             self._reserving = True
             try:
-                steps = memory.reserve_steps(name, nbytes)
-                while True:
-                    try:
-                        next(steps)
-                    except StopIteration as end:
-                        fd: int = end.value
-                        break
-                    yield 0.0
+                fd = yield from memory.reserve_steps(name, nbytes)
             finally:
                 self._reserving = False
-            entry = Entry(name, ARENA, nbytes, fd)
-            self._store.put(entry)
-            yield from self._push({"event": "descriptor", **entry.describe()}, (entry.fd,))
+            made = Entry(name, ARENA, nbytes, fd)
+            self._store.put(made)
+            yield from self._tell({"event": "descriptor", **made.describe()}, (fd,))
         entry = self._store.get(name, ARENA)
         if entry.nbytes != nbytes:
             raise UsageError(
@@ -720,35 +389,35 @@ class Server:
             )
         return {"ok": True, **entry.describe()}, (entry.fd,)
 
-    def _op_open(self, connection: _Connection, request: protocol.Message, fds: Sequence[int]) -> Reply:
+    def _op_open(self, connection: Connection, request: protocol.Message, fds: Sequence[int]) -> Reply:
         entry = self._store.get(_text(request, "name"))
         return {"ok": True, **entry.describe()}, (entry.fd,)
 
-    def _op_get_blob(self, connection: _Connection, request: protocol.Message, fds: Sequence[int]) -> Reply:
+    def _op_get_blob(self, connection: Connection, request: protocol.Message, fds: Sequence[int]) -> Reply:
         entry = self._store.get(_text(request, "name"), BLOB)
         return {"ok": True, **entry.describe()}, (entry.fd,)
 
-    def _op_lease(self, connection: _Connection, request: protocol.Message, fds: Sequence[int]) -> Steps:
+    def _op_lease(self, connection: Connection, request: protocol.Message, fds: Sequence[int]) -> Steps:
         self._expect_member(connection, request)
         return self._lease(connection, self._store.get(_text(request, "name"), ARENA).name)
 
-    def _lease(self, connection: _Connection, name: str) -> Steps:
+    def _lease(self, connection: Connection, name: str) -> Steps:
         holder = self._store.get(name, ARENA).holder
         if holder is not None and holder != connection.identity:
             process = self._holders[holder]
-            if not _exited(process.pidfd):  # its death may not have been read from the selector yet
+            if not exited(process.pidfd):  # its death may not have been read from the selector yet
                 raise JobError(
-                    f"arena {name!r} is leased by {process.label}, which lives: one writer per arena, and a lease ends with the writer's death"
+                    f"arena {name!r} is leased by {process.label}, which lives: "
+                    "an arena has one writer, and a lease ends with the writer's death"
                 )
             self._holder_died(holder)
-        if _exited(connection.pidfd):
+        if exited(connection.pidfd):
             raise ProtocolError(f"{connection.label} is dead")
         before = self._hold(name, connection.identity, connection.pidfd, connection.label)
-        entry = self._store.get(name, ARENA)
-        yield from self._push({"event": "lease", "name": name, "holder": entry.describe()["holder"]})
+        yield from self._tell({"event": "lease", "name": name, "holder": connection.identity._asdict()})
         return {"ok": True, "name": name, "orphaned_by": before.orphaned_by}, ()
 
-    def _op_put_blob(self, connection: _Connection, request: protocol.Message, fds: Sequence[int]) -> Steps:
+    def _op_put_blob(self, connection: Connection, request: protocol.Message, fds: Sequence[int]) -> Steps:
         if connection.identity not in self._holders:
             raise JobError(f"only a process with a lease may put a blob, {connection.label} has none: lease an arena first")
         name = check_name(_text(request, "name"))
@@ -757,20 +426,15 @@ class Server:
         return self._put_blob(name, nbytes, sha256, _one_fd(request, fds))
 
     def _put_blob(self, name: str, nbytes: int, sha256: str, fd: int) -> Steps:
-        self._check_blob_place(name)
+        self._store.check_blob_place(name)
         yield from _check_blob(name, nbytes, sha256, fd)
-        self._check_blob_place(name)  # while it was hashed others have been served
+        self._store.check_blob_place(name)  # while it was hashed, others have been served
         entry = Entry(name, BLOB, nbytes, os.dup(fd), sha256)
         self._store.put(entry)
-        yield from self._push({"event": "descriptor", **entry.describe()}, (fd,))
+        yield from self._tell({"event": "descriptor", **entry.describe()}, (fd,))
         return {"ok": True, **entry.describe()}, ()
 
-    def _check_blob_place(self, name: str) -> None:
-        self._store.check_room(name)
-        if self._store.find(name) is not None:
-            self._store.get(name, BLOB)
-
-    def _op_list(self, connection: _Connection, request: protocol.Message, fds: Sequence[int]) -> Reply:
+    def _op_list(self, connection: Connection, request: protocol.Message, fds: Sequence[int]) -> Reply:
         after = _text(request, "after") if "after" in request else ""
         entries: list[dict[str, Any]] = []
         nbytes = 0
@@ -783,42 +447,32 @@ class Server:
                 entries.append(described)
         return {"ok": True, "entries": entries, "more": False}, ()
 
-    def _op_children(self, connection: _Connection, request: protocol.Message, fds: Sequence[int]) -> Reply:
+    def _op_children(self, connection: Connection, request: protocol.Message, fds: Sequence[int]) -> Reply:
         self._expect_agent(connection, request)
         items = request.get("pids")
         if not isinstance(items, list) or len(items) > MAX_CHILDREN or not all(isinstance(item, dict) for item in items):
             raise UsageError(f"children: expected a list of at most {MAX_CHILDREN} objects with pid and token as 'pids', found {items!r}")
-        known = {identity.pid: identity for identity, _ in self._children if identity is not None}
+        known = {child.pid: child for child, _ in self._children if child is not None}
         children: list[tuple[ProcessId | None, str]] = []
         for item in items:
             token = check_token(item.get("token"))
-            if item.get("pid") is None:
-                children.append((None, token))
-                continue
-            pid = _integer({"op": "children", **item}, "pid", 2, 1 << 30)
-            # A process that has died since it was first named keeps its identity: its group may live, and its number may be given out again.
-            identity = known.get(pid)
-            current = process_id(pid)
-            if identity is None or (current is not None and current != identity):
-                identity = current or ProcessId(pid, -1)
-            children.append((identity, token))
+            child = None
+            if item.get("pid") is not None:
+                pid = _integer({**item, "op": "children"}, "pid", 2, 1 << 30)
+                # One that has died since it was first named keeps its identity: its group may live, and its number may be given out again.
+                child = process_id(pid) or known.get(pid) or ProcessId(pid, -1)
+            children.append((child, token))
         self._children = children
         return {"ok": True}, ()
 
-    def _op_subscribe(self, connection: _Connection, request: protocol.Message, fds: Sequence[int]) -> Steps:
+    def _op_subscribe(self, connection: Connection, request: protocol.Message, fds: Sequence[int]) -> Reply:
         self._expect_agent(connection, request)
-        return self._subscribe(connection)
-
-    def _subscribe(self, connection: _Connection) -> Steps:
-        connection.subscribed = True
+        self._subscribers.add(connection)
         for entry in self._store:
-            connection.outbox.put({"event": "descriptor", **entry.describe()}, (entry.fd,))
-            if len(self._store) > 64:
-                self._flush(connection)
+            self._hub.post(connection, {"event": "descriptor", **entry.describe()}, (entry.fd,))
         return {"ok": True, "count": len(self._store)}, ()
-        yield 0.0
 
-    def _op_adopt(self, connection: _Connection, request: protocol.Message, fds: Sequence[int]) -> Steps:
+    def _op_adopt(self, connection: Connection, request: protocol.Message, fds: Sequence[int]) -> Steps:
         self._expect_agent(connection, request)
         return self._adopt(request, fds)
 
@@ -827,7 +481,7 @@ class Server:
         name = check_name(_text(request, "name"))
         kind = _text(request, "kind")
         nbytes = _integer(request, "bytes", 0, MAX_BYTES)
-        holder = _identity_in(request, "holder")
+        holder = _identity(request, "holder")
         sha256 = None
         if kind not in KINDS:
             raise UsageError(f"{name!r}: expected a kind out of {', '.join(KINDS)}, found {kind!r}")
@@ -836,14 +490,13 @@ class Server:
             sha256 = check_sha256(_text(request, "sha256"))
             yield from _check_blob(name, nbytes, sha256, fd)
         elif memory.size(fd) != nbytes or not memory.has_sealed_size(fd):
-            raise UsageError(
-                f"arena {name!r}: expected memory of {nbytes} bytes with a sealed size, found {memory.size(fd)} bytes, seals {memory.seals(fd):#x}"
-            )
+            found = f"{memory.size(fd)} bytes with seals {memory.seals(fd):#x}"
+            raise UsageError(f"arena {name!r}: expected memory of {nbytes} bytes with a sealed size, found {found}")
         known = self._store.find(name)
         if known is None:
             entry = Entry(name, kind, nbytes, os.dup(fd), sha256)
             self._store.put(entry)
-            yield from self._push({"event": "descriptor", **entry.describe()}, (fd,))
+            yield from self._tell({"event": "descriptor", **entry.describe()}, (fd,))
         elif not os.path.samestat(os.fstat(known.fd), os.fstat(fd)):
             raise JobError(f"{name!r} is kept already, as {known.kind} of {known.nbytes} bytes, and is not the same memory")
         if kind == ARENA and holder is not None and self._store.get(name).holder is None:
@@ -852,32 +505,29 @@ class Server:
 
     def _adopt_lease(self, name: str, holder: ProcessId) -> None:
         """A writer that got its lease from the last manager keeps it, if it is still the same process and lives."""
+        pidfd = -1
         try:
-            pidfd = os.pidfd_open(holder.pid)
-        except OSError:
-            pidfd = -1
-        try:
-            if pidfd >= 0 and not is_dead(holder) and not _exited(pidfd) and os.stat(f"/proc/{holder.pid}").st_uid == os.geteuid():
-                self._hold(name, holder, pidfd, f"process {holder.pid} (leased from the last manager)")
-            else:
+            with contextlib.suppress(OSError):
+                pidfd = os.pidfd_open(holder.pid)
+            if pidfd < 0 or is_dead(holder) or exited(pidfd) or not _is_ours(holder.pid):
                 self._store.lease(name, holder)
                 self._store.orphan(holder)
-        except OSError:
-            self._store.orphan(holder)
+            else:
+                self._hold(name, holder, pidfd, f"process {holder.pid} (leased from the last manager)")
         finally:
-            if pidfd >= 0:
-                os.close(pidfd)
+            protocol.close_fds([pidfd] if pidfd >= 0 else [])
 
-    def _op_free(self, connection: _Connection, request: protocol.Message, fds: Sequence[int]) -> Reply:
-        if self._agent is not None and self._agent.identity != connection.identity and not _exited(self._agent.pidfd):
-            raise JobError(f"job {self._job!r} has an agent, process {self._agent.pid}: end it with `leto stop`, not its memory alone")
+    def _op_free(self, connection: Connection, request: protocol.Message, fds: Sequence[int]) -> Reply:
+        agent = self._agent
+        if agent is not None and agent.identity != connection.identity and not exited(agent.pidfd):
+            raise JobError(f"job {self._job!r} has an agent, process {agent.identity.pid}: end it with `leto stop`, not its memory alone")
         living = [process for process in self._living_holders() if process.identity != connection.identity]
         if living and request.get("force") is not True:
             raise JobError(f"cannot free the memory of job {self._job!r}: {_names(living)} still write to it; end them first")
         self._exit = f"freed by {connection.label}"
         return {"ok": True}, ()
 
-    def _op_status(self, connection: _Connection, request: protocol.Message, fds: Sequence[int]) -> Reply:
+    def _op_status(self, connection: Connection, request: protocol.Message, fds: Sequence[int]) -> Reply:
         entries = list(self._store)
         budget = limits.available_bytes()
         message: protocol.Message = {
@@ -885,15 +535,15 @@ class Server:
             "job": self._job,
             "pid": os.getpid(),
             "uptime_secs": time.monotonic() - self._started,
-            "agent": None if self._agent is None else self._agent.pid,
+            "agent": None if self._agent is None else self._agent.identity.pid,
             "fencing": self._fence is not None,
             "fence": _fence_message(self._fence_report),
             "arenas": sum(entry.kind == ARENA for entry in entries),
             "blobs": sum(entry.kind == BLOB for entry in entries),
             "bytes": sum(entry.nbytes for entry in entries),
-            "holders": [process.pid for process in self._living_holders()],
+            "holders": [process.identity.pid for process in self._living_holders()],
             "children": len(self._children),
-            "connections": len(self._connections),
+            "connections": len(self._hub.connections),
             "orphan_timeout_secs": _finite(self._orphan_timeout_secs),
             "free_in_secs": None if self._agent is not None else _finite(max(self._orphan_deadline - time.monotonic(), 0.0)),
             "memory": {**budget._asdict(), "available": budget.available},
@@ -901,55 +551,72 @@ class Server:
         return message, ()
 
 
+def _text(request: protocol.Message, key: str) -> str:
+    value = request.get(key)
+    if not isinstance(value, str):
+        raise UsageError(f"request {request.get('op')!r}: expected a string as {key!r}, found {value!r}")
+    return value
+
+
+def _integer(request: protocol.Message, key: str, low: int, high: int) -> int:
+    value = request.get(key)
+    if isinstance(value, bool) or not isinstance(value, int) or not low <= value <= high:
+        raise UsageError(f"request {request.get('op')!r}: expected an integer from {low} to {high} as {key!r}, found {value!r}")
+    return value
+
+
+def _one_fd(request: protocol.Message, fds: Sequence[int]) -> int:
+    if len(fds) != 1:
+        raise UsageError(f"request {request.get('op')!r}: expected one descriptor, found {len(fds)}")
+    return fds[0]
+
+
+def _identity(request: protocol.Message, key: str) -> ProcessId | None:
+    value = request.get(key)
+    if value is None:
+        return None
+    if not isinstance(value, dict):
+        raise UsageError(f"request {request.get('op')!r}: expected pid and start as {key!r}, found {value!r}")
+    named = {**value, "op": request.get("op")}
+    return ProcessId(_integer(named, "pid", 2, 1 << 30), _integer(named, "start", 0, 1 << 62))
+
+
+def _is_ours(pid: int) -> bool:
+    try:
+        return os.stat(f"/proc/{pid}").st_uid == os.geteuid()
+    except OSError:
+        return False
+
+
+def _drain(sock: socket.socket) -> None:
+    with contextlib.suppress(BlockingIOError):
+        sock.recv(64)
+
+
 def _finite(secs: float) -> float | None:
     return secs if secs != float("inf") else None
 
 
-def _exited(pidfd: int) -> bool:
-    with selectors.PollSelector() as selector:
-        selector.register(pidfd, selectors.EVENT_READ)
-        return bool(selector.select(0))
-
-
-def _names(processes: Sequence[_Process]) -> str:
+def _names(processes: Sequence[_Watched]) -> str:
     return ", ".join(process.label for process in processes)
 
 
 def _fence_message(report: FenceReport | None) -> protocol.Message | None:
     if report is None:
         return None
-    return {
-        "killed": list(report.killed)[:1000],
-        "remaining": [process._asdict() for process in report.remaining[:100]],
-        "elapsed_secs": report.elapsed_secs,
-    }
+    remaining = [process._asdict() for process in report.remaining[:100]]
+    return {"killed": list(report.killed)[:1000], "remaining": remaining, "elapsed_secs": report.elapsed_secs}
 
 
 def _check_blob(name: str, nbytes: int, sha256: str, fd: int) -> Generator[float, None, None]:
     if memory.size(fd) != nbytes:
         raise UsageError(f"blob {name!r}: expected {nbytes} bytes, found {memory.size(fd)}")
     if not memory.is_sealed(fd):
-        raise UsageError(
-            f"blob {name!r}: expected a memfd sealed against writing and resizing (memory.seal_blob), found seals {memory.seals(fd):#x}"
-        )
-    steps = memory.digest_steps(fd, nbytes)
-    while True:
-        try:
-            next(steps)
-        except StopIteration as end:
-            found = end.value
-            break
-        yield 0.0
+        found = f"seals {memory.seals(fd):#x}"
+        raise UsageError(f"blob {name!r}: expected a memfd sealed against writing and resizing (memory.seal_blob), found {found}")
+    found = yield from memory.digest_steps(fd, nbytes)
     if found != sha256:
         raise UsageError(f"blob {name!r}: expected sha256 {sha256}, found {found}: refused, what was kept before stays")
-
-
-def _closing(steps: Steps, fds: Sequence[int]) -> Steps:
-    """Closes the request's descriptors when its work ends, however it ends."""
-    try:
-        return (yield from steps)
-    finally:
-        protocol.close_fds(fds)
 
 
 def _finish(steps: Steps) -> protocol.Message:
@@ -967,7 +634,7 @@ def _leave_terminal() -> None:
     os.chdir("/")
     os.umask(0o077)
     with contextlib.suppress(OSError, ValueError):
-        soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+        hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
         resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
     with contextlib.suppress(OSError):
         Path("/proc/self/comm").write_text("leto-manager")
@@ -978,12 +645,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="leto_jax.manager.server", description="State manager of one leto job.")
     parser.add_argument("--job", required=True)
     parser.add_argument("--dir", required=True, help="private directory of the job: socket, lock and log")
-    parser.add_argument("--orphan-timeout-secs", type=float, required=True, help="free the memory after this long without an agent (inf: never)")
+    parser.add_argument("--orphan-timeout-secs", type=float, required=True, help="free the memory after this long without an agent")
     parser.add_argument("--adopt-fd", type=int, help="socket on which an agent hands back what a dead manager kept")
     options = parser.parse_args(argv)
+    directory = os.path.abspath(options.dir)
     _leave_terminal()
     try:
-        server = Server(options.job, options.dir, options.orphan_timeout_secs)
+        server = Server(options.job, directory, options.orphan_timeout_secs)
         server.claim()
         if options.adopt_fd is not None:
             with socket.socket(fileno=options.adopt_fd) as sock:

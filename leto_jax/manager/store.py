@@ -95,6 +95,12 @@ class Store:
         if name not in self._entries and len(self._entries) >= MAX_ENTRIES:
             raise UsageError(f"at most {MAX_ENTRIES} pieces of memory are kept, refused {name!r}: put several things into one blob")
 
+    def check_blob_place(self, name: str) -> None:
+        """Refuses a name that cannot become, or be replaced by, a blob."""
+        self.check_room(name)
+        if name in self._entries:
+            self.get(name, BLOB)
+
     def put(self, entry: Entry) -> None:
         """Takes the entry and its descriptor in; closes the descriptor that had the name before (only blobs are replaced)."""
         before = self._entries.get(entry.name)
@@ -103,7 +109,7 @@ class Store:
             os.close(before.fd)
 
     def lease(self, name: str, holder: ProcessId) -> Entry:
-        """Makes `holder` the one writer of an arena; returns the entry as it was before. The caller has checked that no other holder lives."""
+        """Makes `holder` the one writer of an arena; returns the entry as it was. The caller has checked that no other holder lives."""
         entry = self.get(name, ARENA)
         self._entries[name] = dataclasses.replace(entry, holder=holder, orphaned_by=None)
         return entry

@@ -10,14 +10,14 @@ Both are sums, so they may be computed in any order and split, and equal bytes g
 What they notice:
 
 - every change within one word (s1), so every single-bit flip;
-- every change of two words, unless it is +x and -x (s1 stays) at a distance d with d * x a multiple of 2**32 (s2 stays). So every swap of two words
-  at an odd distance; at an even distance d = odd * 2**k all but those where the words differ in nothing but their top k bits;
+- every change of two words, unless it is +x and -x (s1 stays) at a distance d with d * x a multiple of 2**32 (s2 stays). So every swap
+  of different words at an odd distance; at a distance d = odd * 2**k all but those of words that differ in their top k bits only;
 - other damage with a probability of about 1 - 2**-64 if it is random.
 
-The blind spot is structured damage in top bits: for example, the sign bits of two float32 flipped at an even distance, one each way. No pair of
-sums modulo 2**32 that is linear in the words is free of it.
+The blind spot is structured damage in top bits: two float32 at an even distance whose sign bits flip; float32 of bfloat16 precision (low
+halves zero) swapped at a distance of 2**16 words. No pair of sums modulo 2**32 that is linear in the words is free of it.
 
-These are no protection against intent. Source: the weighted sum of J. G. Fletcher, "An arithmetic checksum for serial transmissions", 1982, modulo 2**32.
+No protection against intent. Source: the weighted sum of J. G. Fletcher, "An arithmetic checksum for serial transmissions", 1982.
 """
 
 import numpy as np
@@ -34,7 +34,8 @@ def page_checksums_np(words: Words) -> Words:
     *Cost*: one core, 9 to 14 GB/s, no temporary arrays.
     """
     if words.dtype != np.uint32 or words.ndim < 1:
-        raise UsageError(f"page checksums: expected uint32[..., page_words], found {words.dtype}{list(words.shape)}; use .view(numpy.uint32)")
+        found = f"{words.dtype}{list(words.shape)}"
+        raise UsageError(f"page checksums: expected uint32[..., page_words], found {found}; use .view(numpy.uint32)")
     weights = np.arange(1, words.shape[-1] + 1, dtype=np.uint32)
     # einsum multiplies and adds in one pass; (words * weights).sum() is three times slower.
     return np.stack([words.sum(axis=-1, dtype=np.uint32), np.einsum("...i,i->...", words, weights)], axis=-1)

@@ -1,7 +1,7 @@
 """The code of `reference`, to the bit, in XLA: pure functions to trace into a program of your own. Nothing here is jitted or executed.
 
-Contract, order and names are those of `reference`; instead of uint8[D, N] there are D separate uint32[W] **words** rows, four bytes of the row in each
-word, in memory order (little-endian). `to_words` makes them. A uint32[D, W] array works wherever a sequence of rows is taken.
+Contract, order and names are those of `reference`; instead of uint8[D, N] there are D separate rows of **words**, uint32[W], four bytes of
+the row in each word, in memory order (little-endian). `to_words` makes them. A uint32[D, W] array will do for a sequence of rows.
 
 Three choices make the difference on the CPU backend (2 cores, D = 32, H = 2; see *Cost* of `encode`):
 
@@ -9,8 +9,8 @@ Three choices make the difference on the CPU backend (2 cores, D = 32, H = 2; se
 - Multiplication by 2 works on packed bytes in ordinary 32-bit registers, so a row of any dtype compiles to the same loop.
 - One output per parity row. `stack` and loops over rows (`fori_loop`, `scan`), or table look-ups, are several times slower.
 
-Sources: H. P. Anvin, "The mathematics of RAID-6" (packed doubling, Horner); J. S. Plank et al., "Screaming fast Galois field arithmetic", 2013
-(bit-major order).
+Sources: H. P. Anvin, "The mathematics of RAID-6" (packed doubling, Horner); J. S. Plank et al., "Screaming fast Galois field arithmetic",
+2013 (bit-major order).
 """
 
 from collections.abc import Iterable, Sequence
@@ -30,12 +30,13 @@ _BITS_OF_DTYPES = (8, 16, 32, 64)
 def to_words(x_flat: jax.Array, rows: int) -> tuple[jax.Array, ...]:
     """Cut a flat array into `rows` equal rows of words: dtype[n] -> `rows` times uint32[n * itemsize / 4 / rows].
 
-    The words' bytes are the bytes of the array. Any dtype of 1, 2, 4 or 8 bytes; bool counts as bytes 0 and 1. Raises `UsageError` for other dtypes and
-    when the bytes do not divide into whole words per row.
+    The words' bytes are the bytes of the array. Any dtype of 1, 2, 4 or 8 bytes; bool counts as bytes 0 and 1. Raises `UsageError` for
+    other dtypes and when the bytes do not divide into whole words per row.
 
     *Cost*: none when a consumer fuses it, as `encode` does.
     """
-    if x_flat.ndim != 1 or jnp.issubdtype(x_flat.dtype, jax.dtypes.extended) or jax.dtypes.itemsize_bits(x_flat.dtype) not in _BITS_OF_DTYPES:
+    plain = not jnp.issubdtype(x_flat.dtype, jax.dtypes.extended)  # extended: PRNG keys, whose bytes JAX hides
+    if not (plain and x_flat.ndim == 1 and jax.dtypes.itemsize_bits(x_flat.dtype) in _BITS_OF_DTYPES):
         raise UsageError(f"to_words: expected a flat array of a dtype of 1, 2, 4 or 8 bytes, found {x_flat.dtype}{list(x_flat.shape)}")
     total = x_flat.size * x_flat.dtype.itemsize
     if rows < 1 or total % (4 * rows):
@@ -45,8 +46,12 @@ def to_words(x_flat: jax.Array, rows: int) -> tuple[jax.Array, ...]:
 
 
 def from_words(words: Rows, dtype: jax.typing.DTypeLike) -> jax.Array:
-    """Inverse of `to_words`: rows of uint32[W] -> dtype[rows * W * 4 / itemsize]."""
-    return jnp.concatenate([row.view(dtype) for row in words])
+    """Inverse of `to_words`, to the bit: rows of uint32[W] -> dtype[rows * W * 4 / itemsize]."""
+    if not jnp.issubdtype(dtype, jnp.complexfloating):
+        return jnp.concatenate([row.view(dtype) for row in words])
+    # `view` makes complex numbers as real + 1j * imag, and that arithmetic loses denormals and NaNs.
+    parts = from_words(words, jnp.float32).reshape(-1, 2)
+    return jax.lax.complex(parts[:, 0], parts[:, 1])
 
 
 def double(words: jax.Array) -> jax.Array:
@@ -104,15 +109,15 @@ def page_checksums(words: jax.Array) -> jax.Array:
     """
     weights = jax.lax.broadcasted_iota(jnp.uint32, words.shape, words.ndim - 1) + 1
     zero = jnp.uint32(0)
-    # One reduction with two results: two separate sums read everything twice, and XLA does not vectorise them on the CPU (3 instead of 47 GB/s).
+    # One reduction with two results. XLA on the CPU does not vectorise two separate sums (3 instead of 47 GB/s).
     sums = jax.lax.reduce((words, words * weights), (zero, zero), lambda a, b: (a[0] + b[0], a[1] + b[1]), (words.ndim - 1,))
     return jnp.stack(sums, axis=-1)
 
 
 def _parity_row(words: Rows, parity_rows: int, row: int) -> jax.Array:
     factors = parity_matrix(len(words), parity_rows)[row].tolist()
-    # Horner takes one pass over the rows, whatever D is, while bit-major order visits each row up to 8 times. From row 2 on it would need two doublings
-    # per data row, and bit-major order is faster (measured).
+    # Horner takes one pass over the rows, whatever D is, while bit-major order visits each row up to 8 times. But from row 2 on Horner
+    # needs two doublings per data row, and bit-major order is faster (measured).
     if parity_rows > MAX_POWER_FORM_ROWS or row > 1:
         return _combine(words, factors)
     accumulator = words[0]

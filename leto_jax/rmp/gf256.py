@@ -1,7 +1,7 @@
 """Arithmetic in GF(2^8) = GF(2)[x] / (x^8 + x^4 + x^3 + x^2 + 1), the field 0x11d with generator 2. NumPy only.
 
-It is the field of Linux RAID-6, ISA-L and klauspost/reedsolomon. Addition is XOR. All functions take and return uint8 arrays (or Python ints in
-0..255) and broadcast like NumPy; none modifies its arguments.
+It is the field of Linux RAID-6, ISA-L and klauspost/reedsolomon. Addition is XOR. All functions take and return uint8 arrays (or Python
+ints in 0..255) and broadcast like NumPy; none modifies its arguments.
 
 Source: H. P. Anvin, "The mathematics of RAID-6"; J. S. Plank, "A tutorial on Reed-Solomon coding for fault-tolerance in RAID-like systems".
 """

@@ -1,7 +1,7 @@
 """The erasure code as matrices: how parity rows depend on data rows, and how lost data rows follow from what is left. NumPy only.
 
-A protection group has D data rows and H parity rows. `parity = P @ data` over GF(2^8), with P = `parity_matrix(D, H)` of shape [H, D]. The code
-is MDS: **any** D of the D + H rows give back all others, because every square minor of P is nonzero.
+A protection group has D data rows and H parity rows. `parity = P @ data` over GF(2^8), with P = `parity_matrix(D, H)` of shape [H, D].
+The code is MDS: **any** D of the D + H rows give back all others, because every square minor of P is nonzero.
 
 H <= 3, the power form: P[h, d] = (2**h) ** (D - 1 - d). A Horner loop over the data rows computes it with multiplications by 2 only:
 ``acc = 2**h * acc ^ row``. With x_d = 2**(D - 1 - d), all different for D <= 255, the rows are x**0, x**1 and x**2, so
@@ -10,12 +10,13 @@ H <= 3, the power form: P[h, d] = (2**h) ** (D - 1 - d). A Horner loop over the 
 - 2x2 minors are a power of 2 times (x_a ^ x_b) or (x_a**2 ^ x_b**2) = (x_a ^ x_b)**2;
 - 3x3 minors are Vandermonde determinants, products of the (x_a ^ x_b).
 
-H = 4, where rows 1, 2, 4, 8 would have singular minors: a Cauchy matrix C[h, d] = 1 / (h ^ (4 + d)), whose columns are scaled so that row 0 is all
-ones: P[h, d] = (4 + d) / (h ^ (4 + d)). The x = {0..3} and y = {4..D+3} are disjoint for D <= 252. Every square sub-matrix of a Cauchy matrix is a
-Cauchy matrix, its determinant prod (x_i ^ x_j)(y_i ^ y_j) / prod (x_i ^ y_j) is nonzero, and scaling a column by a nonzero factor keeps that.
+H = 4, where a fourth power row would make singular minors: a Cauchy matrix C[h, d] = 1 / (h ^ (4 + d)), whose columns are scaled so that
+row 0 is all ones: P[h, d] = (4 + d) / (h ^ (4 + d)). The x = {0..3} and y = {4..D+3} are disjoint for D <= 252. Every square sub-matrix
+of a Cauchy matrix is a Cauchy matrix, its determinant prod (x_i ^ x_j)(y_i ^ y_j) / prod (x_i ^ y_j) is nonzero, and scaling a column by
+a nonzero factor keeps that.
 
-So row 0 is always the XOR of the data, P for H = 1 and 2 are the first rows of P for H = 3, and a group with fewer data rows is one with zero rows in
-front (H <= 3) or behind (H = 4). `tests/unit/test_rs_matrix.py` checks the minors by brute force.
+So row 0 is always the XOR of the data, P for H = 1 and 2 are the first rows of P for H = 3 (not of P for H = 4), and a group with fewer
+data rows is one with zero rows in front (H <= 3) or behind (H = 4). `tests/unit/test_rs_matrix.py` checks the minors by brute force.
 
 Source: H. P. Anvin, "The mathematics of RAID-6"; J. Blömer et al., "An XOR-based erasure-resilient coding scheme", 1995.
 """
@@ -55,7 +56,7 @@ def check_rows(data_rows: int, parity_rows: int) -> None:
 
 
 def check_lost(what: str, lost: Iterable[int], rows: int) -> tuple[int, ...]:
-    """`lost` as ascending ints. Raises `UsageError` unless they are different row numbers in 0..rows-1; `what` names them in the message."""
+    """`lost` as ascending ints. Raises `UsageError`, naming the rows as `what`, unless they are different row numbers in 0..rows-1."""
     ordered = tuple(sorted(int(row) for row in lost))
     if len(set(ordered)) != len(ordered) or (ordered and not 0 <= ordered[0] <= ordered[-1] < rows):
         raise UsageError(f"protection group: expected different {what} rows in 0..{rows - 1}, found {ordered}")
@@ -81,7 +82,7 @@ def decode_matrix(data_rows: int, parity_rows: int, lost_data: Iterable[int], av
 
     A single loss with parity row 0 available has coefficients that are all 1: a plain XOR.
 
-    Raises `TooManyErasuresError` if fewer parity rows are available than data rows are lost, `UsageError` for row numbers or sizes out of range.
+    Raises `TooManyErasuresError` if fewer parity rows are available than data rows are lost, `UsageError` for bad row numbers or sizes.
     """
     check_rows(data_rows, parity_rows)
     lost = check_lost("data", lost_data, data_rows)

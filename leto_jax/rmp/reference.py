@@ -1,17 +1,17 @@
-"""Reed-Solomon over rows of bytes, by table look-up. NumPy only. This is the truth that other codecs must equal to the bit, and what repair runs.
+"""Reed-Solomon over rows of bytes, by table look-up. NumPy only. The truth that other codecs must equal to the bit, and what repair runs.
 
 The contract, for every function here and for its twin in `codec`:
 
-- **Order.** A group is D data rows and H parity rows of N bytes each; the rows' order is part of the code. Parity row 0 is the XOR of the data.
-- **Sizes.** D in 1..128, H in 0..4, N any number of bytes, 0 included. All rows have the same length. H is the number of parity rows that are *passed* to
-  `update`, `verify` and `reconstruct`: a subset of the rows is another code, and gives wrong bytes without an error.
+- **Order.** A group is D data rows and H parity rows of N bytes; the rows' order is part of the code. Parity row 0 is the XOR of the data.
+- **Sizes.** D in 1..128, H in 0..4, N any number of bytes, 0 included. All rows have the same length. D and H follow from the rows that
+  are passed, so pass all of them, lost ones too: a subset of the rows is another code, and gives wrong bytes without an error.
 - **Ownership.** Arguments are read, never written and not kept; results are new arrays. Arguments may be read-only or strided views.
 - **Not checked.** Nobody can see from the bytes which rows are good: `reconstruct` believes that every row not named as lost is intact, and
   `update` that `old` is what the parity covers. Call `verify`, or compare checksums, where that is not certain.
 - **Errors.** `UsageError` for shapes, dtypes and row numbers, `TooManyErasuresError` when more rows are lost than there are parity rows.
 
-Source: klauspost/reedsolomon, interface `Encoder`, for verbs and contract. *Cost*: each coefficient that is neither 0 nor 1 costs one look-up per
-byte (about 2 GB/s on one core), a coefficient 1 is an XOR (about 10 times as fast). Nothing is threaded.
+Source: klauspost/reedsolomon, interface `Encoder`, for verbs and contract. *Cost*: each coefficient that is neither 0 nor 1 costs one
+look-up per byte (about 2 GB/s on one core), a coefficient 1 is an XOR (about 10 times as fast). Nothing is threaded.
 """
 
 from collections.abc import Iterable, Sequence
@@ -98,4 +98,5 @@ def _check_same_length(data: Bytes, parity: Bytes) -> None:
     _check_group("parity", parity)
     check_rows(len(data), len(parity))
     if data.shape[1] != parity.shape[1]:
-        raise UsageError(f"protection group: expected data and parity rows of equal length, found {data.shape[1]} and {parity.shape[1]} bytes")
+        found = f"{data.shape[1]} and {parity.shape[1]} bytes"
+        raise UsageError(f"protection group: expected data and parity rows of equal length, found {found}")

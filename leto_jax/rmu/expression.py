@@ -418,7 +418,7 @@ def cut(graph: Graph, results: Sequence[int], inputs: Sequence[int], is_frontier
     places[value] = base + i
     if flat:
       if graph.shapes[value]:
-        raise NotElementwise(f'the shared value {graph.aval(value)}')
+        raise NotElementwise(f'a shared value {graph.aval(value)} that is not one number')
       scalars.add(value)
   base += len(frontier)
   next_place = base + len(arrays)

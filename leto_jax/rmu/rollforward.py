@@ -7,7 +7,7 @@ import dataclasses
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 
-from leto_jax import errors, faults
+from leto_jax import errors
 from leto_jax.arena.metadata import LostRange, touches
 from leto_jax.faults import Phase, Point
 from leto_jax.layout import Piece
@@ -40,7 +40,7 @@ def recover(retained: Retained, transaction: Transaction, stage: Stage = lambda 
     Crash: a picture that `recover` reads again; every part of it may be repeated.
     Cost: reads the state once to verify it; writes at most one update.
     """
-    faults.reach(Phase.TAKEOVER, 0)
+    transaction.at(Phase.TAKEOVER, 0, -1)
     with stage("verify"):
         picture = retained.picture()
         plan = recovery.plan([picture], retained.layout.order)

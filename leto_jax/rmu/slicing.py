@@ -231,7 +231,7 @@ class Sliced:
       New parameters, states, companions, and compute copies (None where a leaf has none).
     """
     traced, n = self._traced, len(self.leaves)
-    copies = [i for i, leaf in enumerate(self.leaves) if leaf.compute_dtype is not None]
+    copies = {i: None for i, leaf in enumerate(self.leaves) if leaf.compute_dtype is not None}
     targets = [*traced.new_params, *traced.new_states, *(v for name in self.companions for v in traced.new_companions[name])]
     program = expression.cut(traced.graph, [*targets, *(traced.copies[i] for i in copies)], traced.inputs, lambda _: False, None)
     out = iter(program.run(traced.bind(grads, params, states, companions, step, loss, None), (), ()))
@@ -536,8 +536,8 @@ def _own(traced: _Traced) -> tuple[list[int | None], _Labels]:
       if shared[j] or _several(label):
         continue
       leaf = label.bit_length() - 1 if label else None
-      # A running sum over leaves has the label of the last one, but is not its own: it is smaller than the leaf, or stands elsewhere in the tree.
-      sums = leaf is not None and graph.size(old) == 1 and _several(labels.all[new]) and not _beside(traced, j, leaf)
+      # A running sum over leaves has the label of the last one, but is not its own: nothing in shape or path says so.
+      sums = leaf is not None and graph.size(old) <= SMALL and _several(labels.all[new]) and not _beside(traced, j, leaf)
       if sums or old in labels.decided or (owners[j] is not None and (new in labels.decided or leaf not in (None, owners[j]))):
         owners[j], shared[j] = None, graph.size(old) <= SMALL
       elif leaf is not None:
@@ -550,9 +550,9 @@ def _own(traced: _Traced) -> tuple[list[int | None], _Labels]:
 
 
 def _beside(traced: _Traced, j: int, leaf: int) -> bool:
-  """True if a state has the shape of a leaf and stands at its place in a tree like that of the parameters."""
-  same = traced.graph.shapes[traced.states[j]] == traced.graph.shapes[traced.params[leaf]]
-  return same and traced.state_paths[j].endswith(traced.paths[leaf])
+  """True if a state stands at the place of a leaf in a tree like that of the parameters, or is an array of the same shape."""
+  shape = traced.graph.shapes[traced.states[j]]
+  return traced.state_paths[j].endswith(traced.paths[leaf]) or (shape != () and shape == traced.graph.shapes[traced.params[leaf]])
 
 
 def _adopt(traced: _Traced, owners: Sequence[int | None], shared: Sequence[bool], labels: Sequence[int]) -> dict[int, int]:
@@ -581,7 +581,7 @@ def _adopt(traced: _Traced, owners: Sequence[int | None], shared: Sequence[bool]
   found: dict[int, int] = {}
   for j, leaves in met.items():
     value = traced.states[j]
-    same = graph.shapes[value] == graph.shapes[traced.params[leaves[0]]] and (graph.size(value) > 1 or _beside(traced, j, leaves[0]))
+    same = graph.shapes[value] == graph.shapes[traced.params[leaves[0]]] and _beside(traced, j, leaves[0])
     if graph.size(value) > SMALL or (same and set(leaves) == {leaves[0]}):
       found[j] = leaves[0]
   return found

@@ -12,6 +12,7 @@ Retained memory changes only here, in rmp.groups and in train.ring, always throu
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Mapping, Sequence
 
 import jax
@@ -35,9 +36,11 @@ class Transaction:
     """
 
     def __init__(self, retained: Retained, run: Mapping[str, Callable], epoch: int, at: Observer = faults.reach):
-        self.retained, self.layout, self._run, self.epoch, self._at = retained, retained.layout, run, epoch, at
+        self.retained, self.layout, self._run, self.epoch, self.at = retained, retained.layout, run, epoch, at
         self._device = retained.device
         self._pending: int | None = None  # version of staged parity that has not been drained
+        self._committed_ns = 0
+        self.stale_ns = 0  # how long the host copy of the parity was behind the data, in all
         self._cursor = (0, 0)  # piece and page at which the next scrub slice begins
 
     # Fill -------------------------------------------------------------------------------------------------------------------------
@@ -95,14 +98,14 @@ class Transaction:
         self._device.store_record(Point.GRADIENTS_CLEAR, header, Record(Kind.GRADIENTS, self.epoch, 0))
         while True:
             outputs = self._run["compute"](retained.seen_params(step - 1), retained.extras(step - 1), list(batch), key, np.int32(step))
-            self._at(Phase.COMPUTE, step, -1)
+            self.at(Phase.COMPUTE, step, -1)
             self.drain(step - 1)
             damaged = self._scrub(step - 1)
             jax.block_until_ready(outputs)
             if not damaged:
                 break  # else compute may have read a damaged page: it was repaired, run it again
         grads, extras, metrics, loss, sumsq = outputs
-        self._at(Phase.DECIDE, step, -1)
+        self.at(Phase.DECIDE, step, -1)
         self._store_packed(Point.EXTRAS, "extras", self.layout.extras, step, extras)
         self._store_packed(Point.METRICS, "metrics", self.layout.metrics, step, metrics)
         for home, grad in zip(retained.job.grad_homes, grads, strict=True):
@@ -146,7 +149,7 @@ class Transaction:
         for done, index in enumerate(order):
             if done < first:
                 continue
-            self._at(Phase.UPDATE, step, done)
+            self.at(Phase.UPDATE, step, done)
             _, chunk = self.layout.chunks[index]
             run = self._run[programs.update_name(self.layout, index)]
             new = run(retained.values(step), retained.verdict(step), retained.grad_piece(chunk), retained.pieces(chunk, step - 1))
@@ -163,18 +166,19 @@ class Transaction:
 
         Crash: all chunks are marked, or the commit counts.
         """
-        self._at(Phase.COMMIT, step, -1)
+        self.at(Phase.COMMIT, step, -1)
         self.retained.log.write(Point.COMMIT, Record(Kind.COMMIT, self.epoch, step, body=(intent.crc,)))
-        self._pending = step
-        self._at(Phase.BODY, step, -1)
+        self._pending, self._committed_ns = step, time.monotonic_ns()
+        self.at(Phase.BODY, step, -1)
 
     def drain(self, commit: int) -> None:
         """Brings the host copy of the parity to `commit`, if it is not there yet. Before the next intent this is always done."""
         if self._pending != commit:
             return
-        self._at(Phase.DRAIN, commit, -1)
+        self.at(Phase.DRAIN, commit, -1)
         self.retained.guard.drain((piece for piece in self.layout.pieces if piece.chunk is not None), commit)
         self._pending = None
+        self.stale_ns += time.monotonic_ns() - self._committed_ns
 
     # ------------------------------------------------------------------------------------------------------------------------------
 

@@ -1,13 +1,13 @@
 """ETTR by formula: what the simulator must agree with where a formula exists, and what the tuner maximises.
 
-Names: x = I T, training between checkpoints; c = exposed cost of one; M = mean time between failures; p = share of HOFs; r = fault-free overhead.
+Names: x = I T, training between checkpoints; c = exposed cost of one; M = mean time between failures; p = share of HOFs;
+r = fault-free overhead.
 """
 
-from dataclasses import dataclass
 from math import exp, expm1
 
-from leto_jax.sim.plan import Cause, Cycle, Plan, Resume
 from leto_jax.sim.failures import Kind
+from leto_jax.sim.plan import Plan, Resume
 from leto_jax.sim.units import to_secs
 
 
@@ -22,7 +22,8 @@ def first_order_ettr(recovery_secs: float, mttf_secs: float, overhead: float) ->
 
 
 def poisson_ettr(init_secs: float, mttf_secs: float, interval_secs: float, cost_secs: float, overhead: float = 0.0) -> float:
-    """exp(-a/M) x / (M (exp((x (1 + r) + c) / M) - 1)): exact when every failure falls back to a synchronous checkpoint and failures are Poisson.
+    """exp(-a/M) x / (M (exp((x (1 + r) + c) / M) - 1)): exact when every failure falls back to a synchronous checkpoint and failures are
+    Poisson.
 
     The first factor is the share of time in operation when a recovery of a seconds begins again at each failure; the second is the share of
     operation that is kept and productive (Daly 2006).
@@ -34,8 +35,8 @@ def poisson_ettr(init_secs: float, mttf_secs: float, interval_secs: float, cost_
 def renewal_ettr(plan: Plan, mttf_secs: float, hof_ratio: float) -> float:
     """ETTR of a plan under Poisson failures: `poisson_ettr` for what falls back to a checkpoint, first order for what loses an iteration.
 
-    Exact for one kind of failure that falls back to a synchronous checkpoint. Spares that run out, shrunk operation, a second failure of another
-    kind during a recovery are left to the simulator.
+    Exact for one kind of failure that falls back to a synchronous checkpoint. Spares that run out, shrunk operation, a second failure of
+    another kind during a recovery are left to the simulator.
     """
     cycle = plan.cycle
     shares = {Kind.HOF: hof_ratio, Kind.NODE: 1 - hof_ratio}

@@ -28,10 +28,13 @@ class Costs:
     updater_overhead: float = _cost(0.006, "paper, OLMoE: RMU lengthens a fault-free iteration by 0.6 %")
     init_growth_secs: float = _cost(0.0, "assumed: no recovery time grows with the cluster; else seconds for each doubling beyond 64 GPUs")
     peer_bytes_per_sec: float = _cost(
-        9e9, "assumed: exposed rate of copies to peers' memory per node, fitted to the tuned intervals of GPT-MoE (9.1e9) and Kimi-MoE (8.8e9)"
+        9e9,
+        "assumed: exposed rate of copies to peers' memory per node, fitted to the tuned intervals of GPT-MoE (9.1e9) and Kimi-MoE (8.8e9)",
     )
     storage_bytes_per_sec: float = _cost(2e9, "assumed: persistent storage, per node")
-    storage_total_bytes_per_sec: float = _cost(2e12, "assumed: persistent storage, all nodes together; Llama 3 (arXiv 2407.21783) sustains 2 TB/s")
+    storage_total_bytes_per_sec: float = _cost(
+        2e12, "assumed: persistent storage, all nodes together; Llama 3 (arXiv 2407.21783) sustains 2 TB/s"
+    )
     sparse_share: float = _cost(
         1 / 7, "assumed: exposed cost of a whole sparse checkpoint / of a dense one, fitted to the paper's table of windows W"
     )

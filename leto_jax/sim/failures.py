@@ -103,8 +103,9 @@ def exponential(rng: np.random.Generator, mttf: float, devices: int, horizon: fl
 def weibull(rng: np.random.Generator, mttf: float, devices: int, horizon: float, shape: float) -> Seconds:
     """Each device a renewal process with Weibull lifetimes of mean `mttf x devices`, already running since long.
 
-    The first life is the residual of a length-biased one (X^shape is then gamma distributed with 1 + 1/shape), so the rate is 1 / mttf from the
-    start. With many devices and a short horizon the sum is close to Poisson for any shape (Palm-Khintchine); small clusters show the shape.
+    The first life is the residual of a length-biased one (X^shape is then gamma distributed with 1 + 1/shape), so the rate is 1 / mttf
+    from the start. With many devices and a short horizon the sum is close to Poisson for any shape (Palm-Khintchine); small clusters show
+    the shape.
     """
     scale = mttf * devices / gamma(1 + 1 / shape)
     lives = scale * rng.gamma(1 + 1 / shape, 1.0, devices) ** (1 / shape) * rng.random(devices)

@@ -1,8 +1,9 @@
 """Rates of the accelerators that workload files name.
 
-Data sheets (A100 80GB SXM, H100 SXM, H200 SXM): dense bf16 peak, HBM bandwidth, NVLink per direction, PCIe generation 4 and 5 with 16 lanes.
-The rate of an all-to-all that leaves the node is no data-sheet number. H100/H200: DeepEP's README measures 43 GB/s per GPU on 400 Gb/s adapters
-(EP16, normal kernels). A100: fitted to the paper's multi-node rows (`predict.fit`), since the paper's network is not known to us.
+Data sheets (A100 80GB SXM, H100 SXM, H200 SXM): dense bf16 peak, HBM bandwidth, NVLink per direction, PCIe generation 4 and 5 with 16
+lanes. The rate of an all-to-all that leaves the node is no data-sheet number. H100/H200: DeepEP's README measures 43 GB/s per GPU on 400
+Gb/s adapters (EP16, normal kernels). A100: fitted to the paper's multi-node rows (`predict.fit`), since the paper's network is not known
+to us.
 """
 
 from dataclasses import dataclass

@@ -7,8 +7,8 @@ from math import inf, sqrt
 def young_interval_secs(cost_secs: float, mttf_secs: float, at_risk: float = 1.0) -> float:
     """Training time between checkpoints that loses least, to first order: sqrt(2 c M) (Young 1974).
 
-    `at_risk` is the share of failures that fall back to a checkpoint (1 - HOF ratio for Leto): only these wear out the interval, so M is divided
-    by it. Infinite when nothing is at risk.
+    `at_risk` is the share of failures that fall back to a checkpoint (1 - HOF ratio for Leto): only these wear out the interval, so M is
+    divided by it. Infinite when nothing is at risk.
     """
     return sqrt(2 * cost_secs * mttf_secs / at_risk) if at_risk else inf
 

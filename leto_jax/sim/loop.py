@@ -1,7 +1,7 @@
 """The event loop: one job, one system, one sequence of failures, every nanosecond accounted for.
 
-Nothing happens between failures that arithmetic cannot tell, so the loop visits failures, ends of recoveries and returns of replicas only: its cost
-does not depend on the length of an iteration or on the number of GPUs.
+Nothing happens between failures that arithmetic cannot tell, so the loop visits failures, ends of recoveries and returns of replicas only:
+its cost does not depend on the length of an iteration or on the number of GPUs.
 """
 
 import heapq

@@ -8,7 +8,9 @@ from typing import Any
 
 from leto_jax.errors import UsageError
 from leto_jax.sim.costs import Costs
+from leto_jax.sim.hardware import find_hardware
 from leto_jax.sim.units import not_negative, positive
+from leto_jax.sim.workload import Model, Parallelism, Workload
 
 HANGS = frozenset({"sigstop", "spin"})
 """Failures whose `takeover_secs` begins at detection; `detect_secs` stands apart and is added. All others count from the failure."""
@@ -16,13 +18,36 @@ HANGS = frozenset({"sigstop", "spin"})
 
 @dataclass(frozen=True)
 class MeasuredRun:
-    """What a report says of one job. `takeover_secs` is the median time from a failure to the end of the first finished step, minus one step."""
+    """What a report says of one job. `takeover_secs` is the median time from a failure to the end of the first finished step, minus one
+    step.
+
+    `mttf_secs` is the report's wall time for each takeover.
+    """
 
     job: str
     iteration_secs: float
     takeover_secs: float
     detect_secs: float
     takeovers: int
+    mttf_secs: float
+
+    def workload(self, gpus: int) -> Workload:
+        """The job itself on `gpus` GPUs, where no workload is named. The report says nothing of its model."""
+        return Workload(
+            name=self.job,
+            title=f"measured job {self.job}",
+            source="leto report --json",
+            model=Model(params=0.0, active=0.0, layers=1, hidden=1),
+            parallelism=Parallelism(dp=gpus),
+            hardware=find_hardware("h200"),
+            gpus_per_node=8,
+            sequences_per_replica=1,
+            sequence_length=1,
+            optimizer_sharded=True,
+            iteration_secs=self.iteration_secs,
+            checkpoint_cost_secs=self.iteration_secs,
+            assumptions=("a checkpoint costs one iteration: the report does not say; name a WORKLOAD to have its own cost",),
+        )
 
     def costs(self, base: Costs) -> Costs:
         """`base` with the measured cost of an HOF in place of the paper's."""
@@ -63,6 +88,7 @@ def read_report(path: str | Path) -> MeasuredRun:
         takeover_secs=total,
         detect_secs=min(total, median(detects)),
         takeovers=len(takeovers),
+        mttf_secs=positive(_secs(report, "wall_secs", where) / len(takeovers), f"{where}: wall_secs"),
     )
 
 

@@ -1,7 +1,8 @@
 """What the event loop needs to know of a system: integers only, no names of systems and no formulas.
 
 Position. A job's progress is one number, in nanoseconds of failure-free operation: `interval` iterations, each lengthened by the system's
-overhead, then the stall of a checkpoint, and so on. What is productive, what can be restored and where an iteration began all follow from it.
+overhead, then the stall of a checkpoint, and so on. What is productive, what can be restored and where an iteration began all follow from
+it.
 """
 
 from collections.abc import Mapping
@@ -28,7 +29,7 @@ class Cause(Enum):
 
 
 class Resume(Enum):
-    """Where training goes on. ITERATION: at the start of the one in progress. POSITION: nothing is lost. CHECKPOINT: the newest durable one."""
+    """Where training goes on: where it stopped, at the start of the iteration in progress, or at the newest durable checkpoint."""
 
     POSITION = "position"
     ITERATION = "iteration"
@@ -39,9 +40,9 @@ class Resume(Enum):
 class Recovery:
     """What one failure costs.
 
-    `stages` run one after the other and begin again if another failure strikes. `spare`: they begin only when each lost node has a spare; an
-    operable node that is swapped out all the same is a spare again after `return_ns`. `outage_ns`: for how long a job that shrinks trains
-    without the replica once it has a node for it; such a job waits for no spare.
+    `stages` run one after the other and begin again if another failure strikes. `spare`: they begin only when each lost node has a spare;
+    an operable node that is swapped out all the same is a spare again after `return_ns`. `outage_ns`: for how long a job that shrinks
+    trains without the replica once it has a node for it; such a job waits for no spare.
     """
 
     stages: tuple[tuple[Cause, int], ...]
@@ -67,8 +68,8 @@ class Split(NamedTuple):
 class Cycle:
     """Iterations and the checkpoint after them.
 
-    `lag_ns`: how long after its stall a checkpoint counts (an asynchronous copy takes that long). `update_ns`: the end of each iteration in which
-    an interrupted update is rolled forward instead of computed again.
+    `lag_ns`: how long after its stall a checkpoint counts (an asynchronous copy takes that long). `update_ns`: the end of each iteration
+    in which an interrupted update is rolled forward instead of computed again.
     """
 
     iteration_ns: int
@@ -100,7 +101,7 @@ class Cycle:
         return max(0, (position - self.lag_ns) // self.length_ns) * self.length_ns
 
     def iteration_start(self, position: int) -> int:
-        """Where retained state lets training go on after a failure at `position`: a checkpoint in progress is begun again, an update goes on."""
+        """Where retained state lets training go on after a failure: a checkpoint in progress is begun again, an update goes on."""
         cycles, offset = divmod(position, self.length_ns)
         steps, part = divmod(min(offset, self.interval * self.step_ns), self.step_ns)
         kept = part if part >= self.step_ns - self.update_ns else 0

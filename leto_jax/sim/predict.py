@@ -1,9 +1,9 @@
 """How long an iteration takes that nobody ran: computation, memory and communication from hardware rates.
 
-A model, not a measurement. Two numbers are fitted to the five rows that the paper measured (`fit`): the share of peak FLOP/s that computation
-reaches, and the all-to-all rate of the paper's A100 network. Everything else comes from data sheets and published architectures. Batches are
-mostly our guess, so an error here mixes the model's with the guess's. `experiments/simulate_paper.py` reports the error on each row, fitted and
-left out, and on DeepSeek-V3's published speed, which no number here was fitted to.
+A model, not a measurement. Two numbers are fitted to the five rows that the paper measured (`fit`): the share of peak FLOP/s that
+computation reaches, and the all-to-all rate of the paper's A100 network. Everything else comes from data sheets and published
+architectures. Batches are mostly our guess, so an error here mixes the model's with the guess's. `experiments/simulate_paper.py` reports
+the error on each row, fitted and left out, and on DeepSeek-V3's published speed, which no number here was fitted to.
 """
 
 from collections.abc import Iterable

@@ -13,8 +13,8 @@ class SparePool:
     def replace(self, nodes: int, now: int, repair_ns: int) -> int:
         """Send `nodes` nodes to repair at `now` and take as many spares; returns when the last of these is there.
 
-        First come, first served: a spare that is awaited belongs to the job at once, whatever fails meanwhile. The repaired nodes themselves
-        come back, so the wait is bounded.
+        First come, first served: a spare that is awaited belongs to the job at once, whatever fails meanwhile. The repaired nodes
+        themselves come back, so the wait is bounded.
         """
         if self._free is None:
             return now

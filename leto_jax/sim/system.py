@@ -1,6 +1,7 @@
 """The form in which a fault-tolerance system is described: a handful of pure functions of a setting.
 
-A description says what a failure costs and why; `plan` turns it into the integers of the event loop. Adding a system is adding a value of `System`.
+A description says what a failure costs and why; `plan` turns it into the integers of the event loop. Adding a system is adding a value of
+`System`.
 """
 
 from collections.abc import Callable, Mapping
@@ -10,8 +11,8 @@ from math import ceil
 from leto_jax.errors import UsageError
 from leto_jax.sim.costs import Costs
 from leto_jax.sim.failures import Kind
-from leto_jax.sim.plan import Cycle, Plan, Recovery, Resume
 from leto_jax.sim.interval import iterations, young_interval_secs
+from leto_jax.sim.plan import Cycle, Plan, Recovery, Resume
 from leto_jax.sim.units import fraction, positive, to_ns
 from leto_jax.sim.workload import Workload
 

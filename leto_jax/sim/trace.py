@@ -5,7 +5,7 @@ from pathlib import Path
 
 from leto_jax.errors import UsageError
 from leto_jax.sim.failures import Failure, Kind
-from leto_jax.sim.units import not_negative, parse_duration, to_ns
+from leto_jax.sim.units import not_negative, parse_duration, to_ns, to_secs
 
 KINDS = {"hof": Kind.HOF, "node": Kind.NODE}
 COLUMNS = ["time", "node", "kind"]
@@ -14,8 +14,8 @@ COLUMNS = ["time", "node", "kind"]
 def read_trace(path: str | Path, repair_secs: float = 4 * 3600.0) -> list[Failure]:
     """Failures of a trace file.
 
-    The first line is `time,node,kind`. `time` counts from the start of the job: seconds, or a number with a unit (`90m`). `kind` is hof or node.
-    Node failures with equal times are one event that takes several nodes. Every lost node is repaired after `repair_secs`.
+    The first line is `time,node,kind`. `time` counts from the start of the job: seconds, or a number with a unit (`90m`). `kind` is hof or
+    node. Node failures with equal times are one event that takes several nodes. Every lost node is repaired after `repair_secs`.
 
     Raises:
         UsageError: names the line when a field is missing, a time is negative or earlier than the line before, or a kind is unknown.
@@ -47,6 +47,20 @@ def read_trace(path: str | Path, repair_secs: float = 4 * 3600.0) -> list[Failur
             failure = failure._replace(nodes=failures.pop().nodes + 1)
         failures.append(failure)
     return failures
+
+
+def trace_statistics(failures: list[Failure], horizon_secs: float | None = None) -> tuple[float, float, float]:
+    """(horizon in seconds, MTTF in seconds, HOF ratio) of a trace, for tuning: without a horizon it ends one mean gap after its last
+    failure.
+
+    Raises:
+        UsageError: no failure before the horizon.
+    """
+    inside = failures if horizon_secs is None else [f for f in failures if f.at_ns < to_ns(horizon_secs)]
+    if not inside or (horizon_secs is None and not failures[-1].at_ns):
+        raise UsageError(f"--trace: expected a failure after time 0 and before the end of the simulated time, found {len(failures)} in all")
+    horizon = horizon_secs if horizon_secs is not None else to_secs(inside[-1].at_ns) * (1 + 1 / len(inside))
+    return horizon, horizon / len(inside), sum(f.kind is Kind.HOF for f in inside) / len(inside)
 
 
 def _seconds(text: str, where: str) -> float:

@@ -78,7 +78,8 @@ def test_matrix_product_and_inverse():
     regular = 0
     for n in [1, 2, 3, 4, 7] * 20:
         matrix, other = rng.integers(0, 256, (2, n, n), np.uint8)
-        slow = [[np.bitwise_xor.reduce([shift_and_add(int(matrix[i, k]), int(other[k, j])) for k in range(n)]) for j in range(n)] for i in range(n)]
+        products = [[[shift_and_add(int(matrix[i, k]), int(other[k, j])) for k in range(n)] for j in range(n)] for i in range(n)]
+        slow = np.bitwise_xor.reduce(products, axis=-1)
         np.testing.assert_array_equal(gf256.matmul(matrix, other), slow)
         try:
             inverse = gf256.inverse(matrix)

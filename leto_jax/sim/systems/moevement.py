@@ -9,7 +9,9 @@ from leto_jax.sim.failures import Kind
 from leto_jax.sim.system import Checkpoint, Setting, System
 from leto_jax.sim.systems.parts import cold_restart, cold_spare, no_overhead, peer_memory_checkpoint, warm_spare
 
-NOTE = "W is the power of two next to sqrt(2 e M) / T, e the exposed cost of a whole sparse checkpoint; a failure replays W to 2 W iterations"
+NOTE = (
+    "W is the power of two next to sqrt(2 e M) / T, e the exposed cost of a whole sparse checkpoint; a failure replays W to 2 W iterations"
+)
 
 
 def sparse_window(setting: Setting) -> int:

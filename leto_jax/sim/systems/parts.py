@@ -1,5 +1,6 @@
 """Pieces that several systems share: pure functions from a setting to what something costs."""
 
+from leto_jax.errors import UsageError
 from leto_jax.sim.plan import Cause, Recovery, Resume
 from leto_jax.sim.system import Checkpoint, Setting
 from leto_jax.sim.units import to_ns
@@ -49,7 +50,11 @@ def peer_memory_checkpoint(setting: Setting) -> Checkpoint:
 
 
 def storage_secs(setting: Setting) -> float:
-    """Time to write or read the whole state from persistent storage: by each node's share of it, or all nodes against the storage's limit."""
+    """Time to write or read the whole state in persistent storage: each node's share at once, or all against the storage's limit."""
+    if not setting.workload.model.params:
+        raise UsageError(
+            f"persistent checkpoints: expected a workload with parameters, found {setting.workload.name} without; name a WORKLOAD"
+        )
     total = OPTIMIZER_BYTES_PER_PARAM * setting.workload.model.params
     rate = min(setting.workload.nodes * setting.costs.storage_bytes_per_sec, setting.costs.storage_total_bytes_per_sec)
     return total / rate

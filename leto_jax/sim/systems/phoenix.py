@@ -1,4 +1,7 @@
-"""PHOENIX (also DeadPool, arXiv 2607.01646): any failed node is swapped for a spare while the job lives, state copied to peers every step."""
+"""PHOENIX (also DeadPool, arXiv 2607.01646): a failed node is swapped for a spare while the job lives.
+
+State is copied to peers in every step, off the critical path.
+"""
 
 from leto_jax.sim.failures import Kind
 from leto_jax.sim.plan import Cause, Recovery, Resume

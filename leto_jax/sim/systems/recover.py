@@ -13,7 +13,7 @@ def nothing_to_restore(setting: Setting) -> Checkpoint:
 
 
 def shrink(setting: Setting) -> Recovery:
-    """In-step recovery, the lost microbatches again (half an iteration of one replica, on average), then fewer replicas until it is back."""
+    """In-step recovery, the lost microbatches again (on average half of one replica's), then fewer replicas until it is back."""
     lost_secs = setting.iteration_secs / 2 / setting.workload.parallelism.dp
     return Recovery(
         ((Cause.INIT, grown_ns(setting, setting.costs.in_step_secs)), (Cause.RECOMPUTE, to_ns(lost_secs))),

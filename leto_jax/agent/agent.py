@@ -1,0 +1,767 @@
+"""The agent of a job: one event loop over pidfds, sockets and control words.
+
+    start -> trainer -> (programs published) -> shadow ... ready
+    trainer fails: detect -> fence -> operability -> decide -> promote | wait for a loading shadow | cold attach | stop
+    takeover done: the next shadow starts at low priority
+
+If the agent dies, the state manager ends all of its processes and keeps the memory; `leto run --job NAME` attaches again.
+"""
+
+from __future__ import annotations
+
+import collections
+import contextlib
+import dataclasses
+import json
+import os
+import selectors
+import signal
+import socket
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from leto_jax import errors
+from leto_jax.agent import operability, policy
+from leto_jax.agent.processes import LOW, Child, become_subreaper, new_token, reap_orphans, set_priority, spawn, state_letter
+from leto_jax.agent.policy import Action, Failure, Kind, Limits
+from leto_jax.arena import control as controls, metadata
+from leto_jax.arena.control import PHASES, Control, Word
+from leto_jax.arena.host import arena_names
+from leto_jax.arena.memory import Arena
+from leto_jax.arena.metadata import HostMetadata, LostRange
+from leto_jax.config import Deadlines, Process
+from leto_jax.faults import Phase, Point
+from leto_jax.goodput.journal import Journal
+from leto_jax.manager import fence, protocol, runtime
+from leto_jax.manager.client import ManagerClient, Subscription, spawn_manager
+from leto_jax.records import Kind as RecordKind
+from leto_jax.records import Record
+from leto_jax.shadow.inject import ANY, KINDS, FailureKind
+from leto_jax.shadow.member import AGENT_SOCKET, control_name
+
+TICK_SECS = 0.02
+REPLY_SECS = 2.0
+STEP_WINDOW = 64
+RUN_FILE = "run.json"
+
+
+@dataclasses.dataclass(frozen=True)
+class Settings:
+    """What `leto run` was asked to do."""
+
+    job: str
+    script: str
+    arguments: tuple[str, ...]
+    job_dir: Path
+    shadow: bool = True
+    limits: Limits = Limits()
+    deadlines: Deadlines = Deadlines()
+    debug: bool = False
+
+
+@dataclasses.dataclass
+class _Request:
+    """An injection that waits for its moment, and who asked for it."""
+
+    kind: FailureKind
+    phase: Phase
+    step: int
+    chunk: int
+    when_ready: bool
+    deadline: float
+    reply_to: socket.socket | None
+    placed: bool = False
+
+
+@dataclasses.dataclass
+class _Pending:
+    """A failure on its way to the first step after it."""
+
+    failure: Failure
+    failed_ns: int
+    stages: dict[str, float]
+    lost_step_secs: float
+    kind: str
+    path: str = ""
+
+
+class Agent:
+    """Runs one job to its end. `run` returns the exit code."""
+
+    def __init__(self, settings: Settings, environ: Mapping[str, str] = os.environ, say=None):
+        self.settings = settings
+        self._environ = {**environ, **_cache_settings(environ, settings.job_dir)}
+        self._say = say or (lambda text: print(f"leto: {text}", file=sys.stderr, flush=True))
+        self.journal = Journal(settings.job_dir / "journal.jsonl")
+        self._selector = selectors.DefaultSelector()
+        self._trainer: Child | None = None
+        self._shadow: Child | None = None
+        self._incarnation = 0
+        self._history: list[Failure] = []
+        self._request: _Request | None = None
+        self._damage: FailureKind | None = None
+        self._pending: _Pending | None = None
+        self._steps: collections.deque[float] = collections.deque(maxlen=STEP_WINDOW)
+        self._last_seen_commit = -1
+        self._stopped_since = 0
+        self._exit: tuple[int, str] | None = None
+        self._started = time.monotonic()
+        self._spawned_at = 0.0
+        self._shadow_refused = ""
+        self._connections: dict[socket.socket, protocol.Decoder] = {}
+        self._senders: dict[socket.socket, int] = {}
+        self._published = False
+        self._done_event: dict[str, Any] | None = None
+        self._interrupts = 0
+
+    # Life of the job --------------------------------------------------------------------------------------------------------------
+
+    def run(self) -> int:
+        """From attach to the end of the job. Leaves nothing behind unless the state is kept on purpose."""
+        self._open()
+        try:
+            self._start_trainer("first" if not self._attached else "attach")
+            while self._exit is None:
+                self._turn()
+            return self._close()
+        except BaseException as exception:
+            self._exit = self._exit or (1, f"the agent failed: {exception!r}")
+            with contextlib.suppress(Exception):
+                self._close()
+            raise
+
+    def _open(self) -> None:
+        job = self.settings.job
+        directory = runtime.ensure_job_dir(job)
+        self._directory = directory
+        self._listener, _ = protocol.listen(directory / AGENT_SOCKET, what=f"the agent of job {job!r} (`leto run` is running)")
+        become_subreaper()
+        self._selector.register(self._listener, selectors.EVENT_READ, self._accept)
+        for number in (signal.SIGINT, signal.SIGTERM):
+            signal.signal(number, self._interrupted)
+        socket_path = directory / runtime.SOCKET_NAME
+        before = _read_run_file(directory / RUN_FILE)
+        self._manager_process: subprocess.Popen | None = None
+        if runtime.probe(socket_path) is None:
+            self._attached = False
+            if before.get("state") == "running":
+                self._say(
+                    f"the retained state of job {job!r} is gone (state manager and agent both died after step {before.get('step', 0)}); starting from step 0, "
+                    "as no checkpoint was asked for"
+                )
+            self._manager_process = spawn_manager(job, directory, self.settings.deadlines.orphan_timeout).process
+        else:
+            self._attached = True
+        self._client = ManagerClient(socket_path, "agent")
+        self._subscription = self._client.subscribe()
+        self._selector.register(self._subscription, selectors.EVENT_READ, self._manager_spoke)
+        rank = 0
+        with self._client.reserve(arena_names(rank)[2], metadata.BYTES) as item:
+            self._metadata = HostMetadata(Arena(item.fd, metadata.BYTES, item.name))
+        with self._client.reserve(control_name(rank), controls.BYTES) as item:
+            self._control = Control(item.fd)
+        self._attached = self._attached and self._metadata.latest(RecordKind.LIFE) is not None
+        if self._attached:
+            self._say(f"attached to job {job!r}: retained state found")
+        self._incarnation = max(self._control[Word.INCARNATION], 0)
+        self._control[Word.STEPS_DONE] = 0
+        self._control[Word.PID] = 0
+        self._write_run_file("running")
+        self.journal.write("start", job=job, script=self.settings.script, arguments=list(self.settings.arguments), attached=self._attached)
+
+    def _turn(self) -> None:
+        """One round: what became readable, then what became late."""
+        for key, _ in self._selector.select(TICK_SECS):
+            key.data()
+        self._sample()
+        self._watch()
+        self._serve_request()
+        reap_orphans({child.pid for child in (self._trainer, self._shadow) if child is not None} | ({self._manager_process.pid} if self._manager_process else set()))
+
+    def _close(self) -> int:
+        """Ends every process, frees the memory unless the state is kept, and removes the sockets."""
+        assert self._exit is not None
+        code, reason = self._exit
+        keep = code == policy.GAVE_UP
+        for child in (self._shadow, self._trainer):
+            if child is not None:
+                self._fence(child)
+        self._reply_request({"ok": False, "error": {"type": "JobError", "message": f"the job ended: {reason}"}})
+        self.journal.write("finish", code=code, reason=reason)
+        self._write_run_file("kept" if keep else "ended")
+        self._selector.unregister(self._subscription)
+        if not keep:
+            with contextlib.suppress(errors.LetoError, OSError):
+                self._client.free(force=True)
+        self._subscription.close()
+        self._client.close()
+        if self._manager_process is not None and not keep:
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                self._manager_process.wait(5)
+        for sock in (self._listener, *self._connections):
+            sock.close()
+        with contextlib.suppress(OSError):
+            os.unlink(self._directory / AGENT_SOCKET)
+        if not keep:
+            _remove(self._directory)
+        self.journal.close()
+        if keep:
+            self._say(f"the state is kept: `leto run --job {self.settings.job} ...` goes on from step {self._control[Word.COMMIT]}, `leto stop --job {self.settings.job}` frees it")
+        return code
+
+    def _finish(self, code: int, reason: str) -> None:
+        if self._exit is None:
+            self._exit = (code, reason)
+
+    def _interrupted(self, number: int, frame: Any) -> None:
+        self._interrupts += 1
+        self._finish(128 + number, f"{signal.Signals(number).name}")
+        if self._interrupts == 1:
+            self._say(f"{signal.Signals(number).name}: stopping")
+
+    # Processes --------------------------------------------------------------------------------------------------------------------
+
+    def _spawn(self, role: str, path: str) -> Child:
+        self._incarnation += 1
+        token = new_token(self.settings.job)
+        # Registered before it exists: there is no moment at which the agent's death leaves it behind.
+        self._register_children(token)
+        process = Process(self.settings.job, role, 0, self._directory / runtime.SOCKET_NAME, self._incarnation, self.settings.job_dir)
+        stdin = None if self.settings.debug else subprocess.DEVNULL
+        child = spawn(process, token, [self.settings.script, *self.settings.arguments], self._environ, stdin)
+        self._selector.register(child.pidfd, selectors.EVENT_READ, lambda: self._died(child))
+        self._register_children(extra=child)
+        self.journal.write("spawn", role=role, rank=0, incarnation=child.incarnation, pid=child.pid, path=path)
+        return child
+
+    def _register_children(self, token: str | None = None, extra: Child | None = None) -> None:
+        children = [child for child in (self._trainer, self._shadow, extra) if child is not None]
+        entries: list[tuple[int | None, str]] = [(child.pid, child.token) for child in children]
+        if token is not None:
+            entries.append((None, token))
+        with contextlib.suppress(errors.ProtocolError):  # a manager that has just died: its successor is told again
+            self._client.children(entries)
+
+    def _start_trainer(self, path: str) -> None:
+        self._metadata.raise_epoch()
+        self._control[Word.STEPS_DONE] = 0
+        self._control[Word.ARMED_SINCE_NS] = 0
+        self._trainer = self._spawn("trainer", path)
+        self._spawned_at = time.monotonic()
+
+    def _start_shadow(self) -> None:
+        if not self.settings.shadow or self._shadow is not None or self._shadow_refused or self._exit is not None:
+            return
+        self._shadow = self._spawn("shadow", "shadow")
+        set_priority(self._shadow.pid, LOW)
+
+    def _died(self, child: Child) -> None:
+        """A pidfd is readable: the process has ended."""
+        returncode = child.popen.wait()
+        if child is self._shadow:
+            self._drop(child)
+            self._shadow = None
+            if not self._shadow_refused and self._exit is None:
+                kind, detail = policy.classify(returncode)
+                self._shadow_refused = f"the shadow ended ({detail})"
+                self.journal.write("refused", rank=0, incarnation=child.incarnation, reason=self._shadow_refused)
+                self._say(f"{self._shadow_refused}; training goes on without one, a failure means a cold attach")
+            if self._pending is not None and self._trainer is None and self._exit is None:
+                self._recover()
+            return
+        if child is not self._trainer:
+            return
+        if returncode == 0:
+            self._ended(child)
+            if self._done_event is not None:
+                self._finish(0, "done")
+            elif not child.greeted:
+                self._say(f"{self.settings.script} ended without entering a session: nothing was trained; use `with leto.session(...)`")
+                self._finish(policy.USAGE, "the script never reached a session")
+            else:
+                self._finish(0, "the script ended")
+            self._drop(child)
+            self._trainer = None
+            return
+        kind, detail = policy.classify(returncode)
+        self._failed(kind, detail, None, time.monotonic_ns())
+
+    def _drop(self, child: Child) -> None:
+        with contextlib.suppress(KeyError, ValueError):
+            self._selector.unregister(child.pidfd)
+        child.close()
+
+    def _fence(self, child: Child) -> fence.FenceReport:
+        """Kills and reaps a child and everything that descends from it."""
+        report = fence.fence(child.token, [child.pid], self.settings.deadlines.reap)
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            child.popen.wait(0.5)
+        self._drop(child)
+        return report
+
+    # Failures ---------------------------------------------------------------------------------------------------------------------
+
+    def _failed(self, kind: Kind, detail: str, detect_secs: float | None, detected_ns: int) -> None:
+        """The trainer failed: fence it, look at the machine, decide."""
+        child, control = self._trainer, self._control
+        assert child is not None
+        self._sample()
+        self._ended(child)
+        fired = control[Word.INJECT_FIRED_NS]
+        failed_ns = detected_ns
+        injected = ""
+        if fired and self._request is not None and self._request.placed:
+            injected = self._request.kind.value
+            if kind in (Kind.SIGNAL, Kind.EXIT):
+                failed_ns = fired
+            else:
+                detect_secs = (detected_ns - fired) / 1e9
+            if self._request.kind in (FailureKind.PAGE_LOSS, FailureKind.PAGE_CORRUPTION):
+                self._damage = self._request.kind
+            self._reply_request({"ok": True, "fired_step": control[Word.INJECT_FIRED_STEP], "kind": injected})
+        try:
+            phase = control.phase
+        except errors.RecordError as exception:
+            self._say(str(exception))
+            phase = Phase.INIT
+        failure = Failure(kind, detail, phase, control[Word.COMMIT], detect_secs)
+        armed = control[Word.ARMED_SINCE_NS]
+        lost_secs = (failed_ns - armed) / 1e9 if armed else 0.0
+        self.journal.write(
+            "failure",
+            rank=0,
+            incarnation=child.incarnation,
+            kind=injected or kind.value,
+            phase=phase.value,
+            step=failure.step,
+            reason=detail,
+            failed_ns=failed_ns,
+            detect_secs=detect_secs if detect_secs is not None else (detected_ns - failed_ns) / 1e9,
+            lost_step_secs=lost_secs,
+        )
+        began = time.monotonic()
+        report = self._fence(child)
+        self._trainer = None
+        stages = {"detect": (detected_ns - failed_ns) / 1e9, "fence": time.monotonic() - began}
+        self.journal.write("fence", rank=0, incarnation=child.incarnation, killed=len(report.killed), remaining=[item._asdict() for item in report.remaining], secs=stages["fence"])
+        self._say(f"the trainer failed ({failure.describe()})")
+        self._pending = _Pending(failure, failed_ns, stages, lost_secs, injected or kind.value)
+        if report.remaining:
+            stuck = report.remaining[0]
+            self._finish(policy.GAVE_UP, f"process {stuck.pid} ({stuck.command}) cannot be killed (state {stuck.state}, in {stuck.wchan}): its memory may still change")
+            self._say(self._exit[1] if self._exit else "")
+            return
+        if self._damage is not None:
+            self._damage_memory(self._damage)
+            self._damage = None
+        self._recover()
+
+    def _recover(self) -> None:
+        """Decides on the pending failure and carries the decision out."""
+        assert self._pending is not None
+        failure = self._pending.failure
+        operable = operability.check(self.settings.job_dir)
+        self.journal.write("operability", operable=operable[0], reason=operable[1])
+        shadow = "none" if self._shadow is None else "ready" if self._shadow.ready else "loading"
+        decision = policy.decide(failure, self._history, self.settings.limits, operable, shadow)
+        if self._pending.path == "":
+            self._history.append(failure)
+        self._pending.path = {Action.PROMOTE: "shadow", Action.WAIT: "late_shadow", Action.COLD: "cold", Action.STOP: "stop"}[decision.action]
+        epoch = self._metadata.epoch
+        if decision.action is Action.PROMOTE:
+            epoch = self._promote()
+        elif decision.action is Action.WAIT:
+            assert self._shadow is not None
+            set_priority(self._shadow.pid, 0)
+            self._say("no shadow is ready yet: waiting for the one that is loading")
+        elif decision.action is Action.COLD:
+            self._say("no shadow: a new trainer attaches to the retained state")
+            self._start_trainer("cold")
+        else:
+            self._say(f"stopped: {decision.reason}")
+            self._finish(policy.GAVE_UP, decision.reason)
+        self.journal.write("decision", action=decision.action.value, reason=decision.reason, path=self._pending.path, epoch=epoch)
+
+    def _promote(self) -> int:
+        """Makes the ready shadow the trainer. Returns the new epoch.
+
+        Crash: the epoch may be raised without a promotion; the next agent raises it again.
+        """
+        shadow = self._shadow
+        assert shadow is not None and self._pending is not None
+        epoch = self._metadata.raise_epoch()
+        self._metadata.write(Point.PROMOTION, Record(RecordKind.PROMOTION, epoch, self._control[Word.COMMIT], shadow.incarnation))
+        self._control[Word.ARMED_SINCE_NS] = 0
+        self._control[Word.STEPS_DONE] = 0
+        self._control.enter(Phase.TAKEOVER)
+        self._trainer, self._shadow = shadow, None
+        self._spawned_at = time.monotonic()
+        shadow.role = "trainer"
+        sock = next((sock for sock, incarnation in self._senders.items() if incarnation == shadow.incarnation), None)
+        try:
+            if sock is None:
+                raise errors.ProtocolError("its connection is gone")
+            protocol.send(sock, {"op": "promote", "epoch": epoch, "failed_ns": self._pending.failed_ns}, deadline=time.monotonic() + REPLY_SECS)
+        except errors.LetoError as exception:
+            self._say(f"the shadow cannot be promoted ({exception}); a new trainer attaches")
+            self._fence(shadow)
+            self._trainer = None
+            self._start_trainer("cold")
+            return self._metadata.epoch
+        set_priority(shadow.pid, 0)
+        self._register_children()
+        return epoch
+
+    def _damage_memory(self, kind: FailureKind) -> None:
+        """Carries out an injected page loss or corruption: after the fence, before the attach. One page of parameters or optimizer state."""
+        name = arena_names(0)[0]
+        descriptor = self._subscription.descriptors[name]
+        arena = Arena(descriptor.fd, descriptor.nbytes, name)
+        try:
+            # The last page of the arena that is not zero lies in a lane: lanes are the last region but staging.
+            page = 4096
+            offset = _page_to_damage(arena, page)
+            if kind is FailureKind.PAGE_LOSS:
+                self._metadata.add_lost(LostRange("device", offset, page))
+            garbage = np.random.default_rng(self._incarnation).integers(0, 256, page, np.uint8)
+            arena.damage(offset, garbage)
+            self.journal.write("damage", rank=0, kind=kind.value, offset=offset, nbytes=page)
+        finally:
+            arena.close()
+
+    # Watching ---------------------------------------------------------------------------------------------------------------------
+
+    def _sample(self) -> None:
+        """Reads the control words: step times for the watchdog."""
+        control = self._control
+        commit = control[Word.COMMIT]
+        if commit != self._last_seen_commit and self._trainer is not None and control[Word.PID] == self._trainer.pid:
+            if control[Word.STEPS_DONE] > 1 and commit == self._last_seen_commit + 1 or control[Word.STEPS_DONE] > 2:
+                self._steps.append(control[Word.LAST_STEP_NS] / 1e9)
+            self._last_seen_commit = commit
+            self._write_run_file("running")
+
+    @property
+    def median_step_secs(self) -> float | None:
+        return statistics.median(self._steps) if self._steps else None
+
+    def _watch(self) -> None:
+        """The watchdog: is the trainer overdue?"""
+        child, control, deadlines = self._trainer, self._control, self.settings.deadlines
+        if child is None or self._exit is not None or self.settings.debug:
+            return
+        now = time.monotonic_ns()
+        letter = state_letter(child.pid)
+        self._stopped_since = (self._stopped_since or now) if letter == "T" else 0
+        if control[Word.PID] != child.pid:
+            limit = deadlines.takeover if self._pending is not None and self._pending.path == "shadow" else deadlines.init
+            late = time.monotonic() - self._spawned_at > limit
+            if self._stopped_since and (now - self._stopped_since) / 1e9 > deadlines.stopped:
+                self._failed(Kind.STOPPED, "the process was stopped before its first step", (now - self._stopped_since) / 1e9, now)
+            elif late and not child.greeted:
+                self._say(f"{self.settings.script} has not entered a session within {limit:g} s; use `with leto.session(...)`, and keep what is before it short")
+                self._finish(policy.GAVE_UP if self._attached else policy.USAGE, "the script never reached a session")
+            elif late:
+                self._failed(Kind.HANG, f"no first step within {limit:g} s", limit, now)
+            return
+        try:
+            phase = control.phase
+        except errors.RecordError as exception:
+            self._failed(Kind.HANG, str(exception), None, now)
+            return
+        progress = policy.Progress(
+            phase,
+            control[Word.PHASE_SINCE_NS],
+            control[Word.COMMIT],
+            control[Word.STEPS_DONE],
+            control[Word.ARMED_SINCE_NS],
+            control[Word.SECTION_DEADLINE_NS],
+            letter,
+        )
+        late = policy.overdue(progress, now, deadlines, self.median_step_secs, self._stopped_since)
+        if late is not None:
+            kind, why, since = late
+            self._failed(kind, why, (now - since) / 1e9, now)
+
+    def _ended(self, child: Child) -> None:
+        control = self._control
+        mine = control[Word.INCARNATION] == child.incarnation
+        self.journal.write(
+            "ended",
+            rank=0,
+            incarnation=child.incarnation,
+            steps=control[Word.STEPS_DONE] if mine else 0,
+            step_secs=control[Word.STEP_NS_TOTAL] / 1e9 if mine else 0.0,
+            stale_secs=control[Word.STALE_NS_TOTAL] / 1e9 if mine else 0.0,
+            alive_secs=time.monotonic() - self._spawned_at,
+        )
+
+    # Manager ----------------------------------------------------------------------------------------------------------------------
+
+    def _manager_spoke(self) -> None:
+        with contextlib.suppress(errors.ProtocolError):
+            self._subscription.poll()
+        if not self._subscription.lost or self._exit is not None:
+            return
+        self._selector.unregister(self._subscription)
+        kept = self._subscription
+        self._client.close()
+        if self._manager_process is not None:
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                self._manager_process.wait(1)
+        self._say("the state manager died; starting another one with the agent's descriptors")
+        process = spawn_manager(self.settings.job, self._directory, self.settings.deadlines.orphan_timeout, adopt=kept.descriptors.values())
+        self._manager_process = process.process
+        self._client = ManagerClient(process.path, "agent")
+        self._subscription = self._client.subscribe()
+        kept.close()
+        self._selector.register(self._subscription, selectors.EVENT_READ, self._manager_spoke)
+        self._register_children()
+        self.journal.write("manager", pid=process.pid, reason="the last one died")
+
+    # Connections ------------------------------------------------------------------------------------------------------------------
+
+    def _accept(self) -> None:
+        with contextlib.suppress(OSError):
+            sock, _ = self._listener.accept()
+            if protocol.peer_of(sock).uid != os.geteuid():
+                sock.close()
+                return
+            sock.setblocking(False)
+            self._connections[sock] = protocol.Decoder()
+            self._selector.register(sock, selectors.EVENT_READ, lambda: self._spoke(sock))
+
+    def _spoke(self, sock: socket.socket) -> None:
+        decoder = self._connections[sock]
+        try:
+            open_ = decoder.read_from(sock)
+            while (received := decoder.next_message()) is not None:
+                message, fds = received
+                protocol.close_fds(fds)
+                self._handle(sock, message)
+            if not open_:
+                self._forget(sock)
+        except BlockingIOError:
+            pass
+        except errors.LetoError as exception:
+            with contextlib.suppress(errors.LetoError):
+                protocol.send(sock, protocol.error_reply(exception), deadline=time.monotonic() + 0.2)
+            self._forget(sock)
+
+    def _forget(self, sock: socket.socket) -> None:
+        if sock in self._connections:
+            self._connections.pop(sock).close()
+            self._senders.pop(sock, None)
+            if self._request is not None and self._request.reply_to is sock:
+                self._request.reply_to = None
+            self._selector.unregister(sock)
+            sock.close()
+
+    def _handle(self, sock: socket.socket, message: Mapping[str, Any]) -> None:
+        op = message.get("op")
+        if op == "hello":
+            incarnation = int(message["incarnation"])
+            self._senders[sock] = incarnation
+            for child in (self._trainer, self._shadow):
+                if child is not None and child.incarnation == incarnation:
+                    child.greeted = True
+        elif op == "event":
+            child = next((c for c in (self._trainer, self._shadow) if c is not None and c.incarnation == self._senders.get(sock)), None)
+            if child is not None:
+                self._event(child, message)
+        elif op == "status":
+            protocol.send(sock, {"ok": True, **self.status()}, deadline=time.monotonic() + REPLY_SECS)
+        elif op == "inject":
+            self._queue_request(sock, message)
+        elif op == "stop":
+            protocol.send(sock, {"ok": True}, deadline=time.monotonic() + REPLY_SECS)
+            self._finish(0, "leto stop")
+        else:
+            raise errors.ProtocolError(f"agent: expected hello, event, status, inject or stop, found {op!r}")
+
+    def _event(self, child: Child, message: Mapping[str, Any]) -> None:
+        name, who = message.get("event"), {"rank": 0, "incarnation": child.incarnation}
+        if name == "ready":
+            child.ready, child.level = True, int(message["level"])
+            set_priority(child.pid, 0)
+            self.journal.write("ready", **who, level=child.level, note=str(message["note"]))
+            if self._pending is not None and self._trainer is None and child is self._shadow:
+                path = self._pending.path
+                epoch = self._promote()
+                self.journal.write("decision", action="promote", reason="the shadow that was loading is ready", path=path, epoch=epoch)
+        elif name == "refused":
+            self.journal.write("refused", **who, reason=str(message["reason"]))
+            if child is self._shadow:
+                self._shadow_refused = str(message["reason"])
+                self._say(f"the shadow refuses: {self._shadow_refused}")
+        elif name == "published":
+            self._published = True
+            self.journal.write("published", **who, nbytes=int(message["bytes"]))
+        elif name == "attached":
+            self.journal.write("attached", **who, commit=message["commit"], action=message["action"], reason=message["reason"], stages=message["stages"])
+        elif name in ("first_step", "takeover"):
+            if name == "first_step":
+                self.journal.write("first_step", **who, commit=message["commit"], secs=message["secs"])
+            else:
+                self._takeover_done(child, message)
+            self._start_shadow()
+        elif name == "stopped":
+            self.journal.write("stopped", **who, reason=str(message["reason"]))
+        elif name == "done":
+            self._done_event = dict(message)
+            self.journal.write("done", **who, commit=message["commit"], loss=message["loss"], digest=message["digest"])
+
+    def _takeover_done(self, child: Child, message: Mapping[str, Any]) -> None:
+        pending, self._pending = self._pending, None
+        if pending is None:  # an attach to a job whose agent had died: no failure of ours
+            self.journal.write("first_step", rank=0, incarnation=child.incarnation, commit=message["commit"], secs=message["stages"]["first_step"])
+            return
+        plain = self.median_step_secs or 0.0
+        total = (int(message["finished_ns"]) - pending.failed_ns) / 1e9
+        self.journal.write(
+            "takeover",
+            rank=0,
+            incarnation=child.incarnation,
+            kind=pending.kind,
+            phase=pending.failure.phase.value,
+            step=pending.failure.step,
+            commit=message["commit"],
+            takeover_secs=total - plain,
+            detect_secs=pending.failure.detect_secs if pending.failure.detect_secs is not None else pending.stages["detect"],
+            stages={**pending.stages, **message["stages"]},
+            lost_steps=int(message["action"] in ("redo", "revoke") and pending.lost_step_secs > 0),
+            compiles=message["compiles"],
+            plan=message["action"],
+            path=pending.path,
+            plain_step_secs=plain,
+            repaired_pages=message["repaired_pages"],
+        )
+        self._say(f"took over in {total - plain:.3f} s ({pending.path}; {message['reason']})")
+
+    # Injection --------------------------------------------------------------------------------------------------------------------
+
+    def _queue_request(self, sock: socket.socket, message: Mapping[str, Any]) -> None:
+        if self._request is not None:
+            raise errors.JobError("inject: another injection is still waiting for its moment; try again when it has fired")
+        self._request = _Request(
+            FailureKind(message["kind"]),
+            Phase(message["phase"]),
+            int(message.get("step", ANY)),
+            int(message.get("chunk", ANY)),
+            bool(message.get("when_ready", False)),
+            time.monotonic() + float(message.get("deadline_secs", self.settings.deadlines.inject_wait)),
+            sock,
+        )
+        self.journal.write("inject", kind=message["kind"], phase=message["phase"], step=self._request.step, chunk=self._request.chunk, when_ready=self._request.when_ready)
+
+    def _serve_request(self) -> None:
+        """Places a waiting injection in the control words once the job is in its loop (and a shadow ready, if asked for)."""
+        request, control = self._request, self._control
+        if request is None:
+            return
+        if not request.placed:
+            in_loop = self._trainer is not None and control[Word.PID] == self._trainer.pid and control[Word.STEPS_DONE] > 0
+            ready = self._shadow is not None and self._shadow.ready
+            takeover = request.phase is Phase.TAKEOVER and self._pending is not None
+            if (in_loop and (ready or not request.when_ready)) or takeover:
+                control[Word.INJECT_KIND] = KINDS.index(request.kind)
+                control[Word.INJECT_PHASE] = PHASES.index(request.phase)
+                control[Word.INJECT_STEP] = request.step
+                control[Word.INJECT_CHUNK] = request.chunk
+                control[Word.INJECT_FIRED_NS] = 0
+                control[Word.INJECT_SEQUENCE] = control[Word.INJECT_SEQUENCE] + 1
+                request.placed = True
+                return
+        if time.monotonic() > request.deadline:
+            control[Word.INJECT_TAKEN] = control[Word.INJECT_SEQUENCE]
+            wanted = "a ready shadow" if request.when_ready and not request.placed else f"phase {request.phase.value}" if request.placed else "the first step"
+            self._reply_request({"ok": False, "error": {"type": "DeadlineError", "message": f"inject: the job did not come to {wanted} in time; nothing was injected"}})
+
+    def _reply_request(self, reply: dict[str, Any]) -> None:
+        if self._request is not None and self._request.reply_to is not None:
+            with contextlib.suppress(errors.LetoError, OSError):
+                protocol.send(self._request.reply_to, reply, deadline=time.monotonic() + REPLY_SECS)
+        self._request = None
+
+    # Status -----------------------------------------------------------------------------------------------------------------------
+
+    def status(self) -> dict[str, Any]:
+        """What `leto status --json` prints."""
+        control = self._control
+        ranks = []
+        for child in (self._trainer, self._shadow):
+            if child is None:
+                continue
+            trainer = child is self._trainer
+            try:
+                phase = control.phase.value if trainer else ("ready" if child.ready else "loading")
+            except errors.RecordError:
+                phase = "unknown"
+            ranks.append({"rank": 0, "pid": child.pid, "role": child.role, "phase": phase, "level": None if trainer else child.level, "step": control[Word.COMMIT] if trainer else None})
+        state = "takeover" if self._pending is not None else "running" if control[Word.STEPS_DONE] else "starting"
+        median = self.median_step_secs
+        return {
+            "job": self.settings.job,
+            "state": state,
+            "step": control[Word.COMMIT],
+            "steps": control[Word.STEPS],
+            "ranks": ranks,
+            "restarts": len(self._history),
+            "step_secs": median,
+            "hang_deadline_secs": policy.step_deadline(self.settings.deadlines, median) if median else None,
+            "shadow": self._shadow_refused or ("off" if not self.settings.shadow else "on"),
+            "manager_pid": self._client.manager_pid,
+            "agent_pid": os.getpid(),
+            "uptime_secs": time.monotonic() - self._started,
+        }
+
+    def _write_run_file(self, state: str) -> None:
+        path = self._directory / RUN_FILE
+        temporary = path.with_suffix(".new")
+        temporary.write_text(json.dumps({"job": self.settings.job, "state": state, "step": self._control[Word.COMMIT], "job_dir": str(self.settings.job_dir)}))
+        temporary.replace(path)
+
+
+def _page_to_damage(arena: Arena, page: int) -> int:
+    """Offset of the last page of the arena's last quarter that holds more than a few values: data, not a gap or padding."""
+    content = arena.view(0, arena.nbytes // page * page).reshape(-1, page)
+    for number in range(len(content) * 2 // 3, 0, -1):
+        if len(np.unique(content[number][:512])) > 64:
+            return number * page
+    raise errors.JobError("page loss: the arena holds no data yet")
+
+
+def _cache_settings(environ: Mapping[str, str], job_dir: Path) -> dict[str, str]:
+    """A persistent compilation cache for what the script jits itself, unless the user has chosen one; small programs too."""
+    if "JAX_COMPILATION_CACHE_DIR" in environ:
+        return {}
+    return {
+        "JAX_COMPILATION_CACHE_DIR": str(job_dir / "xla_cache"),
+        "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
+        "JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES": "-1",
+    }
+
+
+def _read_run_file(path: Path) -> dict[str, Any]:
+    try:
+        found = json.loads(path.read_text())
+    except (OSError, ValueError):
+        return {}
+    return found if isinstance(found, dict) else {}
+
+
+def _remove(directory: Path) -> None:
+    for name in (RUN_FILE, runtime.LOG_NAME, runtime.SOCKET_NAME):
+        with contextlib.suppress(OSError):
+            (directory / name).unlink()
+    with contextlib.suppress(OSError):
+        directory.rmdir()
+
+

@@ -1,0 +1,99 @@
+"""Processes of a job as the agent sees them: starting one, its state letter, its priority, its end."""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import os
+import subprocess
+import sys
+import uuid
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+from leto_jax.config import Process
+from leto_jax.manager import fence
+
+_PR_SET_CHILD_SUBREAPER = 36
+LOW = 19
+
+
+class Child:
+    """One trainer or shadow. Owns its pidfd. `role` changes when it is promoted; `ready` when it says so."""
+
+    def __init__(self, popen: subprocess.Popen, process: Process, token: str):
+        self.popen, self.process, self.token = popen, process, token
+        self.pid = popen.pid
+        self.pidfd = os.pidfd_open(popen.pid)
+        self.role = process.role
+        self.ready = False
+        self.greeted = False
+        self.level = 0
+        self.refused = ""
+
+    @property
+    def incarnation(self) -> int:
+        return self.process.incarnation
+
+    def close(self) -> None:
+        if self.pidfd >= 0:
+            os.close(self.pidfd)
+            self.pidfd = -1
+
+
+def new_token(job: str) -> str:
+    """A word that marks every process of one incarnation in its environment, so that none can hide from the fence."""
+    return f"{job}-{uuid.uuid4().hex}"
+
+
+def spawn(process: Process, token: str, command: Sequence[str], environ: Mapping[str, str], stdin: int | None) -> Child:
+    """Starts a trainer or shadow in a session of its own; its output goes where ours goes, byte for byte."""
+    environment = {**environ, **process.environ(), fence.TOKEN_VARIABLE: token}
+    popen = subprocess.Popen(
+        [sys.executable, "-m", "leto_jax.shadow.child", *command],
+        env=environment,
+        stdin=stdin,
+        start_new_session=True,
+    )
+    return Child(popen, process, token)
+
+
+def become_subreaper() -> None:
+    """Orphans of our trainers become our children, so that they can be waited for."""
+    ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, 1)
+
+
+def reap_orphans(known: set[int]) -> None:
+    """Waits for dead children that are not among `known`, so that none stays a zombie."""
+    for entry in _children():
+        if entry not in known:
+            with contextlib.suppress(ChildProcessError):
+                os.waitpid(entry, os.WNOHANG)
+
+
+def _children() -> list[int]:
+    try:
+        text = Path(f"/proc/self/task/{os.getpid()}/children").read_text()
+    except OSError:
+        return []
+    return [int(word) for word in text.split()]
+
+
+def state_letter(pid: int) -> str:
+    """The state in /proc/PID/stat: R, S, D, T (stopped), t (traced), Z (dead); '' if there is no such process."""
+    try:
+        text = Path(f"/proc/{pid}/stat").read_text()
+    except OSError:
+        return ""
+    return text[text.rfind(")") + 2]
+
+
+def set_priority(pid: int, nice: int) -> None:
+    """Nice value of all threads of a process, and of its autogroup. Raising the priority again needs privileges; without them it stays low,
+    which costs nothing once the trainer it yielded to is dead."""
+    with contextlib.suppress(OSError):
+        for task in os.listdir(f"/proc/{pid}/task"):
+            with contextlib.suppress(OSError):
+                os.setpriority(os.PRIO_PROCESS, int(task), nice)
+    with contextlib.suppress(OSError):
+        Path(f"/proc/{pid}/autogroup").write_text(str(nice))

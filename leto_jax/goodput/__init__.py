@@ -1,0 +1,1 @@
+"""What happened to a job, and how much of its time was training."""

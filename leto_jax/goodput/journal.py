@@ -1,0 +1,76 @@
+"""The journal of a job: append-only JSON lines, one event each.
+
+Every line has `time` (seconds since the epoch), `ns` (CLOCK_MONOTONIC, comparable within one boot) and `event`; the other keys are the
+event's own, always the same for one kind of event (see `EVENTS`).
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from pathlib import Path
+from typing import Any
+
+from leto_jax import errors
+
+EVENTS: dict[str, tuple[str, ...]] = {
+    "start": ("job", "script", "arguments", "attached"),
+    "spawn": ("role", "rank", "incarnation", "pid", "path"),
+    "ready": ("rank", "incarnation", "level", "note"),
+    "refused": ("rank", "incarnation", "reason"),
+    "published": ("rank", "incarnation", "nbytes"),
+    "attached": ("rank", "incarnation", "commit", "action", "reason", "stages"),
+    "first_step": ("rank", "incarnation", "commit", "secs"),
+    "inject": ("kind", "phase", "step", "chunk", "when_ready"),
+    "failure": ("rank", "incarnation", "kind", "phase", "step", "reason", "failed_ns", "detect_secs", "lost_step_secs"),
+    "fence": ("rank", "incarnation", "killed", "remaining", "secs"),
+    "damage": ("rank", "kind", "offset", "nbytes"),
+    "operability": ("operable", "reason"),
+    "decision": ("action", "reason", "path", "epoch"),
+    "takeover": ("rank", "incarnation", "kind", "phase", "step", "commit", "takeover_secs", "detect_secs", "stages", "lost_steps", "compiles", "plan", "path", "plain_step_secs", "repaired_pages"),
+    "ended": ("rank", "incarnation", "steps", "step_secs", "stale_secs", "alive_secs"),
+    "manager": ("pid", "reason"),
+    "stopped": ("rank", "incarnation", "reason"),
+    "done": ("rank", "incarnation", "commit", "loss", "digest"),
+    "finish": ("code", "reason"),
+}  # fmt: skip
+
+
+class Journal:
+    """Writes events; one writer, the agent."""
+
+    def __init__(self, path: Path):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        self.path = path
+        self._file = open(path, "ab", buffering=0)  # noqa: SIM115: lives as long as the agent
+
+    def write(self, event: str, **fields: Any) -> dict[str, Any]:
+        """Appends one event, as one write.
+
+        Raises UsageError if the fields are not the event's own. Crash: the last line may be torn; `read` leaves it out.
+        """
+        expected = EVENTS.get(event)
+        if expected is None or set(fields) != set(expected):
+            raise errors.UsageError(f"journal: event {event!r}: expected the fields {expected}, found {tuple(fields)}")
+        line = {"time": time.time(), "ns": time.monotonic_ns(), "event": event, **fields}
+        self._file.write(json.dumps(line, default=str).encode() + b"\n")
+        return line
+
+    def close(self) -> None:
+        self._file.close()
+
+
+def read(path: Path) -> list[dict[str, Any]]:
+    """All whole events of a journal, oldest first. Raises JobError if there is no such journal."""
+    try:
+        content = path.read_bytes()
+    except OSError as exception:
+        raise errors.JobError(f"journal: expected one at {path}, found {exception.strerror or exception}; `leto ls --all` lists jobs with a journal") from exception
+    lines = content[: content.rfind(b"\n") + 1].splitlines()
+    events = []
+    for number, line in enumerate(lines):
+        try:
+            events.append(json.loads(line))
+        except json.JSONDecodeError as exception:
+            raise errors.RecordError(f"journal {path}, line {number + 1}: expected a JSON object, found {line[:60]!r}") from exception
+    return events

@@ -1,0 +1,87 @@
+"""Failures on request: what `leto inject` asks of a trainer, carried out by the trainer itself at a named place.
+
+The request lies in the control words; looking at it costs one read per phase. Only page loss and corruption are done by the agent, after
+the fence and before the attach.
+"""
+
+from __future__ import annotations
+
+import enum
+import os
+import signal
+import time
+
+from leto_jax import errors
+from leto_jax.arena.control import PHASES, Control, Word
+from leto_jax.faults import Phase
+
+
+class FailureKind(enum.StrEnum):
+    """Kinds of failure that can be injected."""
+
+    SIGKILL = enum.auto()
+    SIGSTOP = enum.auto()
+    EXCEPTION = enum.auto()
+    ILLEGAL_ADDRESS = enum.auto()
+    TRAP = enum.auto()
+    SPIN = enum.auto()
+    OOM = enum.auto()
+    PAGE_LOSS = enum.auto()
+    PAGE_CORRUPTION = enum.auto()
+    EXIT = enum.auto()
+
+
+KINDS = tuple(FailureKind)
+GPU_ONLY = (FailureKind.ILLEGAL_ADDRESS, FailureKind.TRAP)
+ANY = -1
+
+
+class InjectedFault(errors.LetoError):
+    """The exception of `--kind exception`."""
+
+
+class Injector:
+    """Looks for a request in the control words and carries it out when its phase, step and chunk are reached."""
+
+    def __init__(self, control: Control | None):
+        self._control = control
+
+    def check(self, phase: Phase, step: int, chunk: int) -> None:
+        """Called at each phase of each step; does nothing unless there is a new request that names this place."""
+        control = self._control
+        if control is None:
+            return
+        sequence = control[Word.INJECT_SEQUENCE]
+        if sequence == control[Word.INJECT_TAKEN]:
+            return
+        if PHASES.index(phase) != control[Word.INJECT_PHASE]:
+            return
+        if control[Word.INJECT_STEP] not in (ANY, step):
+            return
+        # Between two marks unless a chunk is named: before the first chunk nothing of the update is in place yet.
+        wanted = control[Word.INJECT_CHUNK]
+        if phase is Phase.UPDATE and (chunk < 1 if wanted == ANY else chunk != wanted):
+            return
+        control[Word.INJECT_TAKEN] = sequence
+        control[Word.INJECT_FIRED_STEP] = step
+        control[Word.INJECT_FIRED_NS] = time.monotonic_ns()
+        fail(KINDS[control[Word.INJECT_KIND]], step)
+
+
+def fail(kind: FailureKind, step: int) -> None:
+    """Fails, here and now."""
+    if kind in (FailureKind.SIGKILL, FailureKind.PAGE_LOSS, FailureKind.PAGE_CORRUPTION):
+        os.kill(os.getpid(), signal.SIGKILL)
+    elif kind is FailureKind.SIGSTOP:
+        os.kill(os.getpid(), signal.SIGSTOP)
+    elif kind is FailureKind.EXIT:
+        os._exit(17)
+    elif kind is FailureKind.SPIN:
+        while True:
+            pass
+    elif kind is FailureKind.OOM:
+        import jax.numpy as jnp
+
+        jnp.zeros((1 << 50,), jnp.uint8).block_until_ready()  # XLA's own out-of-memory error
+    else:
+        raise InjectedFault(f"injected at step {step}")

@@ -1,0 +1,117 @@
+"""A trainer's or shadow's connections to its job: memory from the state manager, orders from the agent, events to it."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import time
+from collections.abc import Callable
+from typing import Any
+
+from leto_jax import errors
+from leto_jax.arena.control import Control
+from leto_jax.arena.host import Arenas, arena_names, map_arenas
+from leto_jax.config import Process
+from leto_jax.layout import Layout
+from leto_jax.manager import protocol
+from leto_jax.manager.client import Descriptor, ManagerClient
+
+AGENT_SOCKET = "agent.sock"
+SEND_SECS = 10.0
+MANAGER_SECS = 20.0
+IDENTITY, PROGRAMS = "identity", "programs"
+
+
+def control_name(rank: int) -> str:
+    return f"control.{rank}"
+
+
+@dataclasses.dataclass(frozen=True)
+class Promotion:
+    """The agent's order to a shadow: the old trainers are dead, the epoch is raised. failed_ns: CLOCK_MONOTONIC of the failure."""
+
+    epoch: int
+    failed_ns: int
+
+
+class Member:
+    """Owns the two connections of one process; one thread uses it."""
+
+    def __init__(self, process: Process):
+        self.process = process
+        self.manager = ManagerClient(process.socket, process.role, process.rank, process.incarnation)
+        self._agent = protocol.connect(process.socket.parent / AGENT_SOCKET, deadline=time.monotonic() + SEND_SECS, what="the agent")
+        self._send({"op": "hello", "role": process.role, "rank": process.rank, "incarnation": process.incarnation, "pid": os.getpid()})
+
+    def event(self, name: str, **fields: Any) -> None:
+        """Tells the agent something for its journal. A dead agent is no error here: the manager and the guardian see to that."""
+        try:
+            self._send({"op": "event", "event": name, "ns": time.monotonic_ns(), **fields})
+        except (errors.ProtocolError, errors.DeadlineError):
+            pass
+
+    def publish(self, identity: bytes, programs: bytes) -> None:
+        """The first incarnation's identity and executables; programs first, so that whoever sees an identity finds its programs."""
+        self._ask(lambda: self.manager.put_blob(PROGRAMS, programs))
+        self._ask(lambda: self.manager.put_blob(IDENTITY, identity))
+
+    def published(self, deadline_secs: float = 0.0) -> tuple[bytes, Descriptor] | None:
+        """(identity, executables) of the job, waiting for the first incarnation up to `deadline_secs`; None if there are none by then."""
+        end = time.monotonic() + deadline_secs
+        while True:
+            names = {kept.name for kept in self._ask(self.manager.list)}
+            if {IDENTITY, PROGRAMS} <= names:
+                with self.manager.get_blob(IDENTITY) as identity:
+                    return identity.read(), self.manager.get_blob(PROGRAMS)
+            if time.monotonic() >= end:
+                return None
+            time.sleep(0.05)
+
+    def take_arenas(self, layout: Layout) -> Arenas:
+        """Becomes the one writer of this rank's arenas and maps them; they are reserved if the job has none yet.
+
+        Raises JobError while the last writer lives, MemoryBudgetError if they do not fit, UsageError if the job's have another size.
+        """
+        opened: list[Descriptor] = []
+
+        def descriptor(name: str, nbytes: int) -> int:
+            opened.append(self._ask(lambda: self.manager.reserve(name, nbytes)))
+            self._ask(lambda: self.manager.lease(name))
+            return opened[-1].fd
+
+        try:
+            return map_arenas(layout, self.process.rank, descriptor)
+        finally:
+            for item in opened:
+                item.close()
+
+    def lease(self) -> None:
+        """The lease on this rank's metadata, which a first incarnation needs before it may publish anything."""
+        self._ask(lambda: self.manager.lease(arena_names(self.process.rank)[2]))
+
+    def control(self) -> Control:
+        with self._ask(lambda: self.manager.open(control_name(self.process.rank))) as descriptor:
+            return Control(descriptor.fd)
+
+    def wait_for_promotion(self) -> Promotion:
+        """Blocks until the agent promotes this shadow. Has no deadline: waiting is a shadow's job; the guardian ends it with the job."""
+        while True:
+            try:
+                message, fds = protocol.receive(self._agent, deadline=time.monotonic() + 3600)
+            except errors.DeadlineError:
+                continue
+            protocol.close_fds(fds)
+            if message.get("op") == "promote":
+                self._ask(lambda: self.manager.become("trainer", self.process.rank, self.process.incarnation))
+                return Promotion(int(message["epoch"]), int(message["failed_ns"]))
+
+    def _ask[T](self, request: Callable[[], T]) -> T:
+        """A request to the manager; once more after a reconnect if the manager was replaced meanwhile."""
+        try:
+            return request()
+        except errors.ProtocolError:
+            self.manager.reconnect(MANAGER_SECS)
+            return request()
+
+    def _send(self, message: protocol.Message) -> None:
+        protocol.send(self._agent, message, deadline=time.monotonic() + SEND_SECS)

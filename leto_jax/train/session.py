@@ -1,0 +1,451 @@
+"""`session`: the training loop's frame. It decides what this process is (alone, trainer, shadow), and gives it a state to go on from."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import json
+import os
+import sys
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+
+from leto_jax import errors, faults, records
+from leto_jax.arena.control import Control, Word
+from leto_jax.arena.host import Arenas, private_arenas
+from leto_jax.config import Process, Protection
+from leto_jax.faults import Phase
+from leto_jax.records import Kind
+from leto_jax.rmu import programs, rollforward
+from leto_jax.rmu.recovery import Action
+from leto_jax.rmu.retained import Retained
+from leto_jax.rmu.transaction import Transaction
+from leto_jax.shadow import executables, prewarm
+from leto_jax.shadow.inject import Injector
+from leto_jax.shadow.member import Member, Promotion
+from leto_jax.train import data
+from leto_jax.train.digest import state_digest
+from leto_jax.train.ring import Ring
+from leto_jax.train.state import State, user_tree
+from leto_jax.train.step import TrainStep
+
+PyTree = Any
+PROGRAMS_DEADLINE_SECS = 600.0
+GAVE_UP = 3  # exit code: stopped on purpose, state kept
+
+
+def session(
+    init: Callable,
+    step: TrainStep,
+    dataset: Any,
+    *,
+    key: jax.Array,
+    steps: int,
+    warm: Sequence[Callable] = (),
+    protection: Protection | None = None,
+) -> Session:
+    """A training session of `steps` steps, used as a context manager and iterated once.
+
+    init(key) -> (params, extras): the first state; only traced in a shadow. step: a TrainStep. dataset: a Grain dataset, or
+    f(step) -> batch, a pure function. key: base PRNG key; step t gets fold_in(key, t). Steps count from 1: step t leads to commit t.
+    warm: jitted f(state, batch) that a shadow must have compiled before it is ready. protection: how the state is guarded.
+
+    Under `leto run` a shadow blocks on entering until it is promoted. Without `leto run` the same programs run unprotected.
+    Raises UsageError, LayoutError, UnsupportedOptimizerError, IdentityError, MemoryBudgetError, UnrecoverableError.
+    """
+    if not isinstance(step, TrainStep):
+        raise errors.UsageError(f"session: step: expected a TrainStep, found {type(step).__name__}")
+    if not isinstance(steps, int) or steps < 1:
+        raise errors.UsageError(f"session: steps: expected a positive int, found {steps!r}")
+    return Session(init, step, dataset, key, steps, tuple(warm), protection or Protection())
+
+
+@dataclasses.dataclass
+class _Takeover:
+    """What an attach took, for the journal. Times in CLOCK_MONOTONIC nanoseconds."""
+
+    failed_ns: int
+    stages: dict[str, float]
+    compiles: int
+    action: str
+    reason: str
+    repaired_pages: int
+
+
+class Session:
+    """See `session`. Iterating yields (step number, batch); `state` is the current State; `replayed` says that this step was already done."""
+
+    def __init__(self, init: Callable, step: TrainStep, dataset: Any, key: jax.Array, steps: int, warm: tuple, protection: Protection):
+        self._init, self._step, self._dataset, self._key, self.steps, self._warm, self._protection = init, step, dataset, key, steps, warm, protection
+        self._process = Process.from_environ()
+        self._member: Member | None = None
+        self._control: Control | None = None
+        self._entered = self._iterated = False
+        self.replayed = False
+
+    # Entering ---------------------------------------------------------------------------------------------------------------------
+
+    def __enter__(self) -> Session:
+        if self._entered:
+            raise errors.UsageError("session: expected to be entered once, found a second time; make a new session")
+        self._entered = True
+        self._device = _only_device()
+        key = self._key if programs.is_key(self._key) else jax.random.wrap_key_data(self._key)
+        self._key_data = jax.random.key_data(key)
+        self._source = data.source(self._dataset)
+        batch = data.source(self._dataset).next(1)  # for its shapes; drawn from an iterator of its own
+        self._job = programs.trace(self._init, self._step.spec, batch, key, self._protection)
+        lowered = executables.lower(self._job)
+        self._compiles = _count_compiles()
+        if self._process is None:
+            print("leto: not started by `leto run`: training unprotected, with the same programs and the same results", file=sys.stderr, flush=True)
+            self._injector = Injector(None)
+            self._begin(executables.compile_all(lowered), private_arenas(self._job.layout), epoch=1)
+        else:
+            self._member = Member(self._process)
+            self._control = self._member.control()
+            self._injector = Injector(self._control)
+            identity = executables.identify(self._job, lowered)
+            if self._process.role == "shadow":
+                self._wait_as_shadow(lowered, identity)
+            else:
+                run = self._compile_or_load(lowered, identity)
+                self._control.claim(os.getpid(), self._process.incarnation, self.steps)
+                arenas = self._member.take_arenas(self._job.layout)
+                self._begin(run, arenas, arenas.metadata.epoch)
+        return self
+
+    def _compile_or_load(self, lowered, identity: executables.Identity) -> Mapping[str, Callable]:
+        """As trainer: executables from the job if it has any, else compiled here and published."""
+        member = self._member
+        assert member is not None
+        found = member.published()
+        if found is None:
+            member.event("compiling", programs=len(lowered))
+            compiled = executables.compile_all(lowered)
+            blob = executables.pack(compiled)
+            member.lease()
+            member.publish(identity.to_bytes(), blob)
+            member.event("published", bytes=len(blob))
+            return compiled
+        return self._load(found, lowered, identity)
+
+    def _load(self, found, lowered, identity: executables.Identity) -> Mapping[str, Callable]:
+        assert self._member is not None
+        theirs, blob = found
+        try:
+            executables.Identity.from_bytes(theirs).require_equal(identity)
+        except errors.IdentityError as exception:
+            self._member.event("refused", reason=str(exception))
+            raise
+        with blob:
+            return executables.unpack(memoryview(blob.read()), lowered)
+
+    def _wait_as_shadow(self, lowered, identity: executables.Identity) -> None:
+        """Loads, rehearses, reports ready, and blocks until promoted; then maps the retained state and goes on."""
+        member, control = self._member, self._control
+        assert member is not None and control is not None and self._process is not None
+        found = member.published(PROGRAMS_DEADLINE_SECS)
+        if found is None:
+            raise errors.DeadlineError(f"shadow: expected the first trainer to publish its programs within {PROGRAMS_DEADLINE_SECS:.0f} s, found none")
+        run = self._load(found, lowered, identity)
+        skipped = prewarm.rehearse(self._job, run, self._key_data, self._device, [self._rehearse_user])
+        member.event("ready", level=3 if not skipped else 2, note=skipped, bytes=self._job.layout.device_bytes)
+        promotion = member.wait_for_promotion()
+        before = self._compiles()
+        started = time.monotonic_ns()
+        control.claim(os.getpid(), self._process.incarnation, self.steps)
+        arenas = member.take_arenas(self._job.layout)
+        self._begin(run, arenas, promotion.epoch, promotion, before, started)
+
+    def _rehearse_user(self, retained: Retained, commit: int) -> None:
+        """State views, metrics and the user's warm programs, on scratch memory."""
+        state = State(retained, commit)
+        batch = jax.tree_util.tree_unflatten(self._job.trees.batch, prewarm.blank_batch(self._job))
+        _ = state.params, state.opt_state, state.companions, state.extras
+        for function in self._warm:
+            jax.block_until_ready(function(state, batch))
+        self._metrics_of(retained, commit)
+        state.die()
+
+    def _begin(
+        self, run: Mapping[str, Callable], arenas: Arenas, epoch: int, promotion: Promotion | None = None, compiles: int = 0, started: int = 0
+    ) -> None:
+        """Fills the arenas or recovers what is in them; leaves the session at a commit."""
+        stages: dict[str, float] = {}
+        clock = time.monotonic_ns()
+        if promotion is not None:
+            stages["attach"] = (clock - started) / 1e9
+
+        @contextlib.contextmanager
+        def stage(name: str):
+            begin = time.monotonic_ns()
+            yield
+            stages[name] = (time.monotonic_ns() - begin) / 1e9
+
+        self._retained = Retained(self._job, arenas.device, arenas.host, arenas.metadata, self._device)
+        self._transaction = Transaction(self._retained, run, epoch, self._at)
+        self._ring = Ring(arenas.host, self._job.layout)
+        recovered = rollforward.recover(self._retained, self._transaction, stage)
+        if recovered.plan.action is Action.FILL:
+            with stage("fill"):
+                self._transaction.fill(0, *run["init"](self._key_data))
+        self._commit = recovered.commit or 0
+        filled = self._retained.metadata.latest(Kind.LIFE)
+        self._first = filled.step if filled is not None else 0
+        self._takeover = None
+        if recovered.plan.action is not Action.FILL:
+            failed = promotion.failed_ns if promotion is not None else 0
+            self._takeover = _Takeover(failed, stages, compiles, recovered.plan.action.value, recovered.plan.reason, recovered.repaired_pages)
+        self.state = State(self._retained, self._commit)
+        with stage("data"):
+            self._pending = self._reposition()
+        self._rows = _MetricsFile(self._process.job_dir / "metrics.jsonl" if self._process else None, self._commit)
+        if self._commit > self._first:
+            self._rows.add(self._commit, self._metrics_of(self._retained, self._commit))
+        if self._control is not None:
+            self._control[Word.COMMIT] = self._commit
+        if self._member is not None:
+            self._member.event("attached", commit=self._commit, action=recovered.plan.action.value, reason=recovered.plan.reason, stages=stages)
+
+    def _reposition(self) -> dict[int, PyTree]:
+        """Puts the data stream where it stood: batches that were already drawn, by step (the replayed one, and one that must be redone)."""
+        drawn: dict[int, PyTree] = {}
+        for step in (self._commit, self._commit + 1):
+            entry = self._ring.get(step)
+            if entry is None:
+                if step == self._commit and step > self._first:
+                    raise errors.UnrecoverableError(f"ring: the entry of step {step} is damaged, so the data position is lost; restore from a checkpoint")
+                continue
+            if step <= self._first or step > self.steps:
+                continue
+            if not drawn:
+                self._source.restore(entry.position)
+            batch = self._source.next(step)
+            leaves = _stored(batch)
+            if self._ring.digest(leaves) != entry.digest:
+                if entry.leaves is None:
+                    raise errors.UsageError(
+                        f"dataset: expected the same batch for step {step} as before the failure, found another one; "
+                        "f(step) must be a pure function, a Grain dataset deterministic"
+                    )
+                batch = jax.tree_util.tree_unflatten(self._job.trees.batch, entry.leaves)
+            drawn[step] = batch
+        return drawn
+
+    # The loop ---------------------------------------------------------------------------------------------------------------------
+
+    def __iter__(self) -> Iterator[tuple[int, PyTree]]:
+        if not self._entered or self._iterated:
+            raise errors.UsageError("session: expected `with leto.session(...) as s:` and one `for t, batch in s:`, found iteration outside or a second one")
+        self._iterated = True
+        if self._takeover is not None and self._commit > self._first:
+            self.replayed, self._current = True, self._commit
+            yield self._commit, self._pending.pop(self._commit)
+            self._require_stepped()
+        self.replayed = False
+        while self._commit < self.steps:
+            step = self._commit + 1
+            if step in self._pending:
+                batch, position = self._pending.pop(step), None
+            else:
+                position = self._source.position()
+                try:
+                    batch = self._source.next(step)
+                except StopIteration:
+                    print(f"leto: the dataset ended before step {step} of {self.steps}", file=sys.stderr, flush=True)
+                    return
+            if position is not None:
+                leaves = self._checked(batch, step)
+                self._ring.put(step, position, leaves)
+            self._current = step
+            yield step, batch
+            self._require_stepped()
+
+    def _require_stepped(self) -> None:
+        if self._current is not None:
+            raise errors.UsageError(f"session: the loop body of step {self._current} ended without `state, metrics = s.step(state, batch)`; call it once in each iteration")
+
+    def step(self, state: State, batch: PyTree) -> tuple[State, dict[str, jax.Array]]:
+        """One training step: (the next state, metrics as arrays, 'loss' among them). The state passed in is dead afterwards.
+
+        batch: the one that the loop gave, or what a deterministic body made of it, with the same leaves.
+        Raises DeadStateError, UsageError (batch of another shape), NonFiniteLossError (policy 'stop').
+        Crash: at any instruction, another process finishes or repeats this step with the same result.
+        """
+        if not isinstance(state, State) or state is not self.state or not state.alive:
+            found = f"the state of step {state.step}" if isinstance(state, State) else type(state).__name__
+            raise errors.DeadStateError(f"s.step: expected the current state (step {self._commit}), found {found}, already consumed; write: state, metrics = s.step(state, batch)")
+        if self._current is None:
+            raise errors.UsageError("s.step: expected one call in each iteration of `for t, batch in s`, found a call outside or a second one")
+        step, self._current = self._current, None
+        if self.replayed:
+            return self.state, self._metrics_of(self._retained, self._commit)
+        leaves = self._checked(batch, step)
+        if jax.local_devices()[0] is not self._device:
+            raise errors.UsageError("s.step: the JAX backend was replaced (jax.clear_backends, jax.extend.backend.clear_backends); its views of the state are gone, do not call it in a session")
+        begin = time.monotonic_ns()
+        if self._control is not None:
+            self._control[Word.ARMED_SINCE_NS] = begin
+        self._transaction.step(step, leaves, self._key_data)
+        end = time.monotonic_ns()
+        self._commit = step
+        old, self.state = self.state, State(self._retained, step)
+        old.die()
+        if self._control is not None:
+            self._observe_commit(begin, end)
+        metrics = self._metrics_of(self._retained, step)
+        self._rows.add(step, metrics)
+        return self.state, metrics
+
+    @contextlib.contextmanager
+    def section(self, name: str, timeout_secs: float) -> Iterator[None]:
+        """Anything long outside of `s.step` (evaluation, a checkpoint): the watchdog waits for it up to `timeout_secs`."""
+        if not timeout_secs > 0:
+            raise errors.UsageError(f"section {name!r}: timeout_secs: expected a positive number of seconds, found {timeout_secs!r}")
+        control = self._control
+        if control is not None:
+            control[Word.SECTION_DEADLINE_NS] = time.monotonic_ns() + int(timeout_secs * 1e9)
+            control.enter(Phase.SECTION)
+        try:
+            yield
+        finally:
+            if control is not None:
+                control[Word.SECTION_DEADLINE_NS] = 0
+                control.enter(Phase.BODY)
+
+    # Leaving ----------------------------------------------------------------------------------------------------------------------
+
+    def __exit__(self, kind, exception, traceback) -> None:
+        if kind is None and self._iterated:
+            self._finish()
+        elif isinstance(exception, errors.NonFiniteLossError):
+            print(f"leto: stopped: {exception}", file=sys.stderr, flush=True)
+            if self._member is not None:
+                self._member.event("stopped", reason=str(exception))
+            raise SystemExit(GAVE_UP) from exception
+
+    def _finish(self) -> None:
+        self._transaction.drain(self._commit)
+        digest = state_digest(self._retained, self._commit, self._source.position())
+        loss = self._loss()
+        if self._control is not None:
+            self._control.enter(Phase.DONE)
+            self._control[Word.ARMED_SINCE_NS] = 0
+        print(f"final step={self._commit} loss={loss!r} digest=sha256:{digest}", flush=True)
+        if self._member is not None:
+            self._member.event("done", commit=self._commit, loss=loss, digest=digest)
+
+    def _loss(self) -> float:
+        header = self._retained.header()
+        if self._commit == self._first or header is None:
+            return float("nan")
+        return records.bits_float(header.body[0])
+
+    # ------------------------------------------------------------------------------------------------------------------------------
+
+    def _at(self, phase: Phase, step: int, chunk: int) -> None:
+        """Told by the transaction where the step is: control words for the agent, then crash points."""
+        if self._control is not None:
+            self._control.enter(phase)
+            self._injector.check(phase, step, chunk)
+        faults.reach(phase, step, chunk)
+
+    def _observe_commit(self, begin: int, end: int) -> None:
+        control, takeover = self._control, self._takeover
+        assert control is not None and self._member is not None
+        control[Word.COMMIT] = self._commit
+        control[Word.LAST_STEP_NS] = end - begin
+        control[Word.STEP_NS_TOTAL] = control[Word.STEP_NS_TOTAL] + end - begin
+        control[Word.STALE_NS_TOTAL] = self._transaction.stale_ns
+        control[Word.ARMED_SINCE_NS] = 0
+        control[Word.STEPS_DONE] = control[Word.STEPS_DONE] + 1
+        if control[Word.STEPS_DONE] == 1:
+            control[Word.FIRST_COMMIT_NS] = end
+            if takeover is not None:
+                takeover.stages["first_step"] = (end - begin) / 1e9
+                self._member.event(
+                    "takeover",
+                    commit=self._commit,
+                    failed_ns=takeover.failed_ns,
+                    finished_ns=end,
+                    stages=takeover.stages,
+                    compiles=self._compiles() - takeover.compiles,
+                    action=takeover.action,
+                    reason=takeover.reason,
+                    repaired_pages=takeover.repaired_pages,
+                )
+            else:
+                self._member.event("first_step", commit=self._commit, secs=(end - begin) / 1e9)
+
+    def _checked(self, batch: PyTree, step: int) -> list[np.ndarray]:
+        """A batch's leaves in storage form. Raises UsageError naming the first leaf that is not as planned."""
+        canonical = data.canonical(batch)
+        expected = self._job.layout.spec.batch
+        found = programs.leaf_specs(canonical)
+        if jax.tree_util.tree_structure(canonical) != self._job.trees.batch or found != expected:
+            pair = next(((a, b) for a, b in zip(expected, found, strict=False) if a != b), None)
+            detail = f"expected {pair[0].describe()}, found {pair[1].describe()}" if pair else f"expected {len(expected)} leaves as in the first batch, found {len(found)}"
+            raise errors.UsageError(f"batch of step {step}: {detail}; every batch must have the shapes of the first one (drop or pad the last, partial one)")
+        return _stored(canonical)
+
+    def _metrics_of(self, retained: Retained, commit: int) -> dict[str, jax.Array]:
+        return user_tree(retained.metrics(commit), retained.layout.spec.metrics, self._job.trees.metrics, self._device)
+
+
+class _MetricsFile:
+    """One JSON line per step, also across takeovers: a torn or missing last row is completed from the retained metrics."""
+
+    def __init__(self, path: Path | None, commit: int):
+        self._file, self._last = None, -1
+        if path is None:
+            return
+        path.parent.mkdir(parents=True, exist_ok=True)
+        self._file = open(path, "a+b", buffering=0)  # noqa: SIM115: lives as long as the session
+        self._file.seek(0)
+        content = self._file.read()
+        whole = content.rfind(b"\n") + 1
+        rows = content[:whole].splitlines(keepends=True)
+        keep = len(rows)
+        while keep and json.loads(rows[keep - 1])["step"] > commit:
+            keep -= 1
+        self._file.truncate(sum(len(row) for row in rows[:keep]))
+        self._last = json.loads(rows[keep - 1])["step"] if keep else -1
+
+    def add(self, step: int, metrics: Mapping[str, Any]) -> None:
+        if self._file is None or step <= self._last:
+            return
+        scalars = {name: float(value) for name, value in metrics.items() if np.ndim(value) == 0 and np.issubdtype(np.asarray(value).dtype, np.number)}
+        self._file.write(json.dumps({"step": step, **scalars}).encode() + b"\n")
+        self._last = step
+
+
+def _stored(batch: PyTree) -> list[np.ndarray]:
+    return [np.asarray(programs.to_storage(leaf)) if leaf.dtype.name.startswith(("int4", "uint4", "int2", "uint2")) else leaf for leaf in jax.tree_util.tree_leaves(batch)]
+
+
+def _only_device() -> jax.Device:
+    """The device of this rank. Raises UsageError where this version cannot retain its memory."""
+    devices = jax.local_devices()
+    if jax.process_count() > 1:
+        raise errors.UsageError(f"jax.distributed: expected one process, found {jax.process_count()}; this version runs one rank per job, do not call jax.distributed.initialize()")
+    if devices[0].platform != "cpu":
+        raise errors.UsageError(f"device: expected the CPU backend, found {devices[0].platform!r}; set JAX_PLATFORMS=cpu (retained GPU memory is not in this version)")
+    return devices[0]
+
+
+def _count_compiles() -> Callable[[], int]:
+    """Starts counting backend compilations of this process; the result tells how many there were."""
+    seen: list[float] = []
+
+    def listen(event: str, duration: float, **_: Any) -> None:
+        if event == "/jax/core/compile/backend_compile_duration":
+            seen.append(duration)
+
+    jax.monitoring.register_event_duration_secs_listener(listen)
+    return lambda: len(seen)

@@ -1,0 +1,100 @@
+"""`State`: what a user sees of the retained state, for as long as it is current."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import numpy as np
+
+from leto_jax import errors
+from leto_jax.layout import LeafSpec
+from leto_jax.rmu.programs import from_storage
+from leto_jax.rmu.retained import Retained
+
+PyTree = Any
+_FIELDS = ("params", "opt_state", "companions", "extras")
+
+
+class State:
+    """The training state at one commit, as ordinary pytrees: `params`, `opt_state` (the whole optax state), `companions`, `extras`, `step`.
+
+    Trees are made when they are first read, and deleted when `s.step` consumes the state: a later use raises, as with donation.
+    On the CPU they are copies (an asynchronous computation may still read them while the next update writes). It is a pytree, so a jitted
+    function takes it as an argument.
+    """
+
+    def __init__(self, retained: Retained, commit: int):
+        self._retained: Retained | None = retained
+        self._commit = commit
+        self._trees: dict[str, PyTree] = {}
+
+    @property
+    def step(self) -> int:
+        """Number of the last committed step."""
+        return self._commit
+
+    @property
+    def alive(self) -> bool:
+        return self._retained is not None
+
+    @property
+    def params(self) -> PyTree:
+        return self._tree("params")
+
+    @property
+    def opt_state(self) -> PyTree:
+        return self._tree("opt_state")
+
+    @property
+    def companions(self) -> PyTree:
+        """Companion trees by name (`TrainStep(after_update=...)`)."""
+        return self._tree("companions")
+
+    @property
+    def extras(self) -> PyTree:
+        return self._tree("extras")
+
+    def die(self) -> None:
+        """Ends the state: deletes what was read from it."""
+        for tree in self._trees.values():
+            for leaf in jax.tree_util.tree_leaves(tree):
+                if not leaf.is_deleted():
+                    leaf.delete()
+        self._trees, self._retained = {}, None
+
+    def _tree(self, name: str) -> PyTree:
+        if self._retained is None:
+            raise errors.DeadStateError(f"the state of step {self._commit} was consumed by s.step; use the state that s.step returned: state, metrics = s.step(state, batch)")
+        if name not in self._trees:
+            retained, spec, trees = self._retained, self._retained.layout.spec, self._retained.job.trees
+            views, specs, treedef = {
+                "params": lambda: (retained.params(self._commit), spec.params, trees.params),
+                "opt_state": lambda: (retained.opt_state(self._commit), retained.job.opt_specs, trees.opt_state),
+                "companions": lambda: (retained.companions(self._commit), retained.job.companion_specs, trees.companions),
+                "extras": lambda: (retained.extras(self._commit), spec.extras, trees.extras),
+            }[name]()
+            self._trees[name] = user_tree(views, specs, treedef, retained.jax_device)
+        return self._trees[name]
+
+
+def user_tree(views: Sequence[jax.Array], specs: Sequence[LeafSpec], treedef: Any, device: jax.Device) -> PyTree:
+    """Stored leaves as a tree of the user's, in memory of its own. Cost: one copy."""
+    leaves = [from_storage(jax.device_put(np.array(view, copy=True), device), spec) for view, spec in zip(views, specs, strict=True)]
+    return jax.tree_util.tree_unflatten(treedef, leaves)
+
+
+class Snapshot:
+    """A `State` inside a traced function: the same fields, held rather than looked up."""
+
+    def __init__(self, params: PyTree, opt_state: PyTree, companions: PyTree, extras: PyTree, step: Any):
+        self.params, self.opt_state, self.companions, self.extras, self.step = params, opt_state, companions, extras, step
+
+
+def _flatten(state: State | Snapshot) -> tuple[tuple, None]:
+    return (*(getattr(state, name) for name in _FIELDS), np.int32(state.step) if isinstance(state, State) else state.step), None
+
+
+jax.tree_util.register_pytree_node(State, _flatten, lambda _, children: Snapshot(*children))
+jax.tree_util.register_pytree_node(Snapshot, _flatten, lambda _, children: Snapshot(*children))
