@@ -65,7 +65,10 @@ class Deadlines:
 
 @dataclasses.dataclass(frozen=True)
 class Process:
-    """What a trainer or shadow learns from the agent that started it. The one place where `LETO_*` variables are read."""
+    """What a trainer or shadow learns from the agent that started it. The one place where `LETO_*` variables are read.
+
+    role: 'trainer', 'shadow', or 'plan' (prints the memory plan at its session and ends).
+    """
 
     job: str
     role: str
@@ -87,8 +90,8 @@ class Process:
         if len(found) != len(names):
             missing = ", ".join(sorted(set(names) - set(found)))
             raise errors.UsageError(f"expected all of {', '.join(names)} (set by `leto run`), found none for {missing}; unset them or use `leto run`")
-        if found["LETO_ROLE"] not in ("trainer", "shadow"):
-            raise errors.UsageError(f"LETO_ROLE: expected 'trainer' or 'shadow', found {found['LETO_ROLE']!r}")
+        if found["LETO_ROLE"] not in ("trainer", "shadow", "plan"):
+            raise errors.UsageError(f"LETO_ROLE: expected 'trainer', 'shadow' or 'plan', found {found['LETO_ROLE']!r}")
         return Process(
             job=found["LETO_JOB"],
             role=found["LETO_ROLE"],

@@ -23,6 +23,8 @@ _FREEZE_LOOKS = 4
 _LOOK_SECS = 0.02
 _MAX_WATCHED = 256
 _MAX_ENVIRON_BYTES = 4 * 1024 * 1024
+_NAMELESS_SECS = 2.0
+_PF_KTHREAD = 0x00200000
 
 
 class ProcessId(NamedTuple):
@@ -50,11 +52,15 @@ class FenceReport(NamedTuple):
 
 
 class _Process(NamedTuple):
+    """flags: PF_* of the kernel. address_space: bytes; 0 for a process that is giving it up, and for kernel threads."""
+
     pid: int
     start: int
     ppid: int
     pgrp: int
     session: int
+    flags: int
+    address_space: int
     state: str
     command: str
 
@@ -78,10 +84,11 @@ def _read_process(pid: int) -> _Process | None:
         return None
     before, _, after = text.rpartition(b")")  # the command may contain spaces and parentheses
     fields = after.split()
-    if len(fields) < 20:
+    if len(fields) < 21:
         return None
     command = before.partition(b"(")[2].decode(errors="replace")
-    return _Process(pid, int(fields[19]), int(fields[1]), int(fields[2]), int(fields[3]), fields[0].decode(), command)
+    ppid, pgrp, session, flags, start, address_space = (int(fields[index]) for index in (1, 2, 3, 6, 19, 20))
+    return _Process(pid, start, ppid, pgrp, session, flags, address_space, fields[0].decode(), command)
 
 
 def process_id(pid: int) -> ProcessId | None:
@@ -116,15 +123,32 @@ def _scan() -> dict[int, _Process]:
     return found
 
 
-def _carries_token(pid: int, entries: frozenset[bytes], uid: int) -> bool:
+def _carries_token(process: _Process, entries: frozenset[bytes], uid: int) -> bool:
+    directory = f"/proc/{process.pid}"
     try:
-        if os.stat(f"/proc/{pid}").st_uid != uid:
+        if os.stat(directory).st_uid != uid:
             return False
-        with open(f"/proc/{pid}/environ", "rb") as file:
-            environ = file.read(_MAX_ENVIRON_BYTES)
+        if process.state in "ZX":  # the first thread is dead and shows no environment: ask those that live
+            directories = [f"{directory}/task/{task}" for task in os.listdir(f"{directory}/task") if task != str(process.pid)]
+        else:
+            directories = [directory]
     except OSError:
         return False
-    return not entries.isdisjoint(environ.split(b"\0"))
+    for directory in directories:
+        with contextlib.suppress(OSError), open(f"{directory}/environ", "rb") as file:
+            if not entries.isdisjoint(file.read(_MAX_ENVIRON_BYTES).split(b"\0")):
+                return True
+    return False
+
+
+def _is_nameless(process: _Process, uid: int) -> bool:
+    """Whether this is a dying process of this user that has given up its address space, and its environment with it."""
+    if process.address_space or process.flags & _PF_KTHREAD or not _lives(process):
+        return False
+    try:
+        return os.stat(f"/proc/{process.pid}").st_uid == uid
+    except OSError:
+        return False
 
 
 def _signal(identity: ProcessId, number: int) -> None:
@@ -155,6 +179,7 @@ class Fence:
                 self._members[identity.pid] = identity.start
         self._seen_alive: dict[ProcessId, None] = {}
         self._alive: list[_Process] = []
+        self._nameless: list[ProcessId] | None = None
         self._struck = False
 
     @staticmethod
@@ -176,7 +201,7 @@ class Fence:
         ours = {pid for pid, start in self._members.items() if pid not in processes or processes[pid].start == start}
         candidates = [process for pid, process in processes.items() if pid not in self._spared]
         for process in candidates:
-            if process.pid not in ours and self._entries and _carries_token(process.pid, self._entries, self._uid):
+            if process.pid not in ours and self._entries and _carries_token(process, self._entries, self._uid):
                 ours.add(process.pid)
         grown = True
         while grown:
@@ -190,7 +215,15 @@ class Fence:
             self._members[process.pid] = process.start
         self._alive = [process for process in members if _lives(process)]
         self._seen_alive.update((process.id, None) for process in self._alive)
+        if self._nameless is None:
+            # Dying since before we came: nothing tells any more whose it was, and it may still hold a device. So it is waited for.
+            others = [process for process in candidates if process.pid not in ours]
+            self._nameless = [process.id for process in others if _is_nameless(process, self._uid)]
         return self._alive
+
+    def _waits_for_nameless(self) -> bool:
+        self._nameless = [identity for identity in self._nameless or [] if not is_dead(identity)]
+        return bool(self._nameless) and time.monotonic() < self._begin + _NAMELESS_SECS
 
     def step(self) -> FenceReport | None:
         """Looks, kills what lives, and returns the report when nothing does (seen twice) or the time is over; else None: call again.
@@ -212,7 +245,7 @@ class Fence:
             self._struck = True
         for process in alive:
             _signal(process.id, signal.SIGKILL)
-        if not alive and not self._look():  # a look is not atomic: only the second empty one counts
+        if not alive and not self._waits_for_nameless() and not self._look():  # a look is not atomic: only the second empty one counts
             return self._report()
         return self._report() if time.monotonic() >= self._deadline else None
 
@@ -222,9 +255,9 @@ class Fence:
         poller = select.poll()
         fds = []
         try:
-            for process in self._alive[:_MAX_WATCHED]:
+            for identity in [*(process.id for process in self._alive), *(self._nameless or [])][:_MAX_WATCHED]:
                 with contextlib.suppress(OSError):
-                    fds.append(os.pidfd_open(process.pid))
+                    fds.append(os.pidfd_open(identity.pid))
                     poller.register(fds[-1], select.POLLIN)
             waiting = len(fds)
             while waiting and (left := until - time.monotonic()) > 0:

@@ -31,7 +31,8 @@ def main() -> None:
     if process is None or len(sys.argv) < 2:
         raise errors.UsageError("leto_jax.shadow.child is started by `leto run`, found no job in the environment or no script")
     os.register_at_fork(after_in_child=_die_with_parent)
-    Guardian(process).start()
+    if process.role != "plan":
+        Guardian(process).start()
     script = sys.argv[1]
     sys.argv = sys.argv[1:]
     sys.path[0] = str(Path(script).resolve().parent)

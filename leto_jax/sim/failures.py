@@ -117,7 +117,9 @@ def weibull(rng: np.random.Generator, mttf: float, devices: int, horizon: float,
 
 
 def regular(rng: np.random.Generator, mttf: float, devices: int, horizon: float) -> Seconds:
-    """One failure every `mttf`, as an experimenter injects them; gaps vary evenly by a quarter, so no phase of a checkpoint is favoured."""
-    count = int(horizon / mttf * 4 / 3) + 2
-    times = np.cumsum(mttf * rng.uniform(0.75, 1.25, count))
+    """One failure every `mttf`, as an experimenter injects them, with gaps from half to one and a half of it.
+
+    The gaps are triangular so that failures favour no phase of a checkpoint interval; a constant gap would measure one phase only.
+    """
+    times = np.cumsum(mttf * rng.triangular(0.5, 1.0, 1.5, 2 * int(horizon / mttf) + 2))
     return times[times < horizon]

@@ -20,6 +20,7 @@ from leto_jax.arena.control import Control, Word
 from leto_jax.arena.host import Arenas, private_arenas
 from leto_jax.config import Process, Protection
 from leto_jax.faults import Phase
+from leto_jax.layout import Layout
 from leto_jax.records import Kind
 from leto_jax.rmu import programs, rollforward
 from leto_jax.rmu.recovery import Action
@@ -100,6 +101,9 @@ class Session:
         self._source = data.source(self._dataset)
         batch = data.source(self._dataset).next(1)  # for its shapes; drawn from an iterator of its own
         self._job = programs.trace(self._init, self._step.spec, batch, key, self._protection)
+        if self._process is not None and self._process.role == "plan":
+            _print_plan(self._job.layout)
+            raise SystemExit(0)
         lowered = executables.lower(self._job)
         self._compiles = _count_compiles()
         if self._process is None:
@@ -423,6 +427,19 @@ class _MetricsFile:
         scalars = {name: float(value) for name, value in metrics.items() if np.ndim(value) == 0 and np.issubdtype(np.asarray(value).dtype, np.number)}
         self._file.write(json.dumps({"step": step, **scalars}).encode() + b"\n")
         self._last = step
+
+
+def _print_plan(layout: Layout) -> None:
+    from rich.console import Console
+    from rich.table import Table
+
+    table = Table(title=f"memory plan, rank 0: {layout.device_bytes / 2**20:.1f} MiB device arena, {layout.host_bytes / 2**20:.1f} MiB host arena", title_justify="left")
+    for column, justify in [("what", "left"), ("MiB", "right"), ("where", "left")]:
+        table.add_column(column, justify=justify)  # type: ignore[arg-type]
+    for what, nbytes, note in layout.table():
+        table.add_row(what, f"{nbytes / 2**20:.2f}", note)
+    table.add_row("shadow, while it gets ready", f"{(layout.device_bytes + layout.host_bytes) / 2**20:.2f}", "its own memory; one rehearsal on scratch arenas")
+    Console(width=120).print(table)
 
 
 def _stored(batch: PyTree) -> list[np.ndarray]:

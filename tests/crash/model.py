@@ -277,7 +277,7 @@ class Rank:
     bad: set = field(default_factory=set)        # (region, page) that are gone and not yet recorded as LOST: what a probe would find
 
     def __post_init__(self):
-        for name, size in self.layout.sizes().items():
+        for name, size in () if self.mem else self.layout.sizes().items():
             self.mem[name] = np.zeros(size, np.uint8)
             self.lost[name] = np.zeros(-(-size // PAGE), np.uint8)
 
@@ -723,7 +723,8 @@ def recover(r: Rank, source: Source, refill=False):
     void = plan.action == "revoke" or plan.revoked
     for c in range(len(lay.chunks)):
         first, _, _, size = lay.block(c)
-        if r.any_lost("parity", first, size) or (r.version(c, 0) != plan.step and (void or r.any_lost("staging", first, size))):
+        stale = any(r.version(c, tier) != plan.step for tier in r.tiers())
+        if r.any_lost("parity", first, size) or (stale and (void or r.any_lost("staging", first, size))):
             yield from encode_to_host(r, c, plan.step)
     for name in r.mem:
         yield from clear(r, name)
@@ -750,7 +751,10 @@ class Job:
         self.ranks, self.epoch = [Rank(lay, i) for i in range(lay.ranks)], 0
 
     def copy(self):
-        return copy.deepcopy(self)
+        job = copy.copy(self)
+        job.ranks = [Rank(r.layout, r.index, {k: v.copy() for k, v in r.mem.items()}, {k: v.copy() for k, v in r.lost.items()},
+                          set(r.bad)) for r in self.ranks]
+        return job
 
     def recover(self, machine: Machine, refill=False) -> Plan:
         results = machine.run([recover(r, self.source, refill) for r in self.ranks])

@@ -175,6 +175,25 @@ def test_a_dead_first_thread_with_others_alive_is_not_dead(started, token):
     assert fence.is_dead(identity)
 
 
+def test_one_that_is_dying_already_is_waited_for(started, token):
+    # Its address space is being torn down: the kernel no longer shows its environment, and its other resources are not released yet.
+    code = """if True:
+        import mmap, os, time
+        memory = mmap.mmap(-1, 512 << 20, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | mmap.MAP_POPULATE)
+        os.write(1, b"x")
+        time.sleep(60)
+    """
+    process = start(started, token=token, code=code)
+    assert process.stdout.read(1) == "x"
+    identity = fence.process_id(process.pid)
+    process.kill()
+    while fence._carries_token(fence._read_process(process.pid), frozenset([f"LETO_TOKEN={token}".encode()]), os.geteuid()):
+        pass
+    assert not fence.is_dead(identity), "died before the test could look: the fault did not fire"
+    fence.fence(token, [])
+    assert fence.is_dead(identity)
+
+
 def test_a_storm_of_forks_is_stopped(started, token):
     code = """if True:
         import os, time

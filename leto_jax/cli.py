@@ -1,0 +1,259 @@
+"""The command line: `leto run | demo | ls | status | inject | report | doctor | stop | simulate`.
+
+Exit codes: 0 done, 2 bad usage or input, 3 gave up with the state kept, 4 the verdict of a check is no.
+"""
+
+from __future__ import annotations
+
+import json as jsonlib
+import os
+import sys
+import uuid
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from leto_jax import errors
+from leto_jax.config import Deadlines, state_root
+
+app = typer.Typer(name="leto", no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False, help="Fault tolerance for JAX training.")
+Job = Annotated[str | None, typer.Option("--job", help="Name of the job; by default the only running one.")]
+AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON object.")]
+
+
+def main() -> None:
+    """Entry point: errors of ours end with their message and exit code 2, never with a traceback."""
+    try:
+        app()
+    except errors.LetoError as exception:
+        print(f"leto: {exception}", file=sys.stderr)
+        sys.exit(2)
+
+
+def _later(option: str, issue: str) -> None:
+    raise errors.UsageError(f"{option}: not in this version ({issue})")
+
+
+@app.command(context_settings={"allow_extra_args": True, "ignore_unknown_options": True, "allow_interspersed_args": False})
+def run(
+    context: typer.Context,
+    script: Annotated[str, typer.Argument(help="The training script; what follows goes to it.")],
+    job: Annotated[str | None, typer.Option("--job", help="Name of the job; an existing one is attached to.")] = None,
+    nproc_per_node: Annotated[int, typer.Option("--nproc-per-node", help="Ranks on this machine.")] = 1,
+    nnodes: Annotated[int, typer.Option("--nnodes", hidden=True)] = 1,
+    rdzv_endpoint: Annotated[str | None, typer.Option("--rdzv-endpoint", hidden=True)] = None,
+    max_restarts: Annotated[int | None, typer.Option("--max-restarts", help="Give up after so many restarts; no limit by default.")] = None,
+    max_restarts_without_progress: Annotated[int, typer.Option("--max-restarts-without-progress", help="Give up after so many equal failures at one step.")] = 3,
+    shadow_level: Annotated[str, typer.Option("--shadow-level", help="auto, 3 (everything loaded) or 0 (no shadow).")] = "auto",
+    deterministic: Annotated[bool, typer.Option("--deterministic", help="Set XLA flags that make GPU programs repeatable; CPU programs are.")] = False,
+    plan: Annotated[bool, typer.Option("--plan", help="Print the memory plan and stop before anything is allocated.")] = False,
+    debug: Annotated[bool, typer.Option("--debug", help="No shadow, no watchdog; the terminal belongs to the script.")] = False,
+    orphan_timeout_secs: Annotated[float, typer.Option("--orphan-timeout-secs", help="How long the state is kept without an agent.")] = Deadlines.orphan_timeout,
+    body_timeout_secs: Annotated[float, typer.Option("--body-timeout-secs", help="Limit for a loop body outside of a section.")] = Deadlines.body,
+    hang_floor_secs: Annotated[float, typer.Option("--hang-floor-secs", help="A step is never called hung before this.")] = Deadlines.hang_floor,
+    init_timeout_secs: Annotated[float, typer.Option("--init-timeout-secs", help="Limit until the script enters its session.")] = Deadlines.init,
+) -> None:
+    """Trains SCRIPT protected: retained state, parity, and a prewarmed shadow."""
+    from leto_jax.agent.agent import Agent, Settings
+    from leto_jax.agent.policy import Limits
+    from leto_jax.manager import runtime
+
+    if nproc_per_node != 1:
+        _later(f"--nproc-per-node {nproc_per_node}", "one rank per job; several ranks come with the many-ranks issue")
+    if nnodes != 1 or rdzv_endpoint is not None:
+        _later("--nnodes, --rdzv-endpoint", "one machine; several nodes come in a later issue")
+    if shadow_level not in ("auto", "3", "0"):
+        _later(f"--shadow-level {shadow_level}", "levels are auto, 3 and 0 on the CPU; the others come with the many-ranks issue")
+    if max_restarts_without_progress < 1 or (max_restarts is not None and max_restarts < 0):
+        raise errors.UsageError("--max-restarts: expected 0 or more, --max-restarts-without-progress: expected 1 or more")
+    for name, value in [("--orphan-timeout-secs", orphan_timeout_secs), ("--body-timeout-secs", body_timeout_secs), ("--hang-floor-secs", hang_floor_secs), ("--init-timeout-secs", init_timeout_secs)]:
+        if not value > 0:
+            raise errors.UsageError(f"{name}: expected a positive number of seconds, found {value}")
+    path = Path(script)
+    if not path.is_file():
+        raise errors.UsageError(f"script: expected a Python file, found nothing at {script!r}")
+    name = runtime.check_job_name(job or f"{path.stem[:40]}-{uuid.uuid4().hex[:6]}")
+    if plan:
+        sys.exit(_plan(str(path), context.args, name))
+    settings = Settings(
+        job=name,
+        script=str(path),
+        arguments=tuple(context.args),
+        job_dir=state_root() / name,
+        shadow=shadow_level != "0" and not debug,
+        limits=Limits(max_restarts, max_restarts_without_progress),
+        deadlines=Deadlines(orphan_timeout=orphan_timeout_secs, body=body_timeout_secs, hang_floor=hang_floor_secs, init=init_timeout_secs),
+        debug=debug,
+    )
+    print(f"leto: job {name}, journal {settings.job_dir / 'journal.jsonl'}", file=sys.stderr, flush=True)
+    sys.exit(Agent(settings).run())
+
+
+def _plan(script: str, arguments: list[str], job: str) -> int:
+    """Runs the script up to its session, which prints the plan and ends."""
+    import subprocess
+
+    from leto_jax.config import Process
+
+    process = Process(job, "plan", 0, Path("/nonexistent"), 0, Path("/nonexistent"))
+    return subprocess.run([sys.executable, "-m", "leto_jax.shadow.child", script, *arguments], env={**os.environ, **process.environ()}, check=False).returncode
+
+
+@app.command()
+def ls(
+    everything: Annotated[bool, typer.Option("--all", help="Also jobs that have ended.")] = False,
+    json: AsJson = False,
+) -> None:
+    """Lists jobs."""
+    from leto_jax.manager import runtime
+
+    live = runtime.live_jobs()
+    rows = []
+    for name in sorted({*live, *(_ended_jobs() if everything else ())}):
+        state: dict[str, Any] = {"job": name, "state": "ended"}
+        if name in live:
+            state = _status_or_kept(name)
+        rows.append({key: state.get(key) for key in ("job", "state", "step", "restarts")})
+    if json:
+        print(jsonlib.dumps({"jobs": rows}))
+        return
+    _table("jobs", ["job", "state", "step", "restarts"], rows)
+
+
+def _ended_jobs() -> list[str]:
+    root = state_root()
+    return [path.parent.name for path in root.glob("*/journal.jsonl")] if root.is_dir() else []
+
+
+def _status_or_kept(name: str) -> dict[str, Any]:
+    """Status from the agent; where there is none, the state is kept by the manager alone."""
+    from leto_jax.agent import client
+
+    try:
+        return client.ask(name, {"op": "status"})
+    except errors.JobError:
+        return {"job": name, "state": "kept", "step": None, "ranks": [], "restarts": None}
+
+
+@app.command()
+def status(job: Job = None, json: AsJson = False) -> None:
+    """Shows a running job."""
+    from leto_jax.agent import client
+
+    found = _status_or_kept(client.find_job(job))
+    if json:
+        print(jsonlib.dumps(found))
+        return
+    limit = found.get("hang_deadline_secs")
+    title = f"{found['job']}: {found['state']}, step {found['step']} of {found.get('steps')}, {found['restarts']} restarts"
+    _table(title + (f", a step is hung after {limit:.1f} s" if limit else ""), ["rank", "pid", "role", "phase", "level", "step"], found["ranks"])
+
+
+@app.command()
+def inject(
+    kind: Annotated[str, typer.Option("--kind", help="sigkill, sigstop, exception, spin, oom, exit, page_loss, page_corruption.")] = "sigkill",
+    phase: Annotated[str, typer.Option("--phase", help="compute, decide, update, commit, drain, takeover or body.")] = "compute",
+    step: Annotated[int | None, typer.Option("--step", help="At this step; by default the next one.")] = None,
+    chunk: Annotated[int | None, typer.Option("--chunk", help="Phase update: when so many chunks carry their mark.")] = None,
+    when_ready: Annotated[bool, typer.Option("--when-ready", help="Wait until a shadow is ready.")] = False,
+    timeout_secs: Annotated[float, typer.Option("--timeout-secs", help="How long to wait for the moment.")] = Deadlines.inject_wait,
+    job: Job = None,
+    json: AsJson = False,
+) -> None:
+    """Causes a failure in a running job, at a named place."""
+    from leto_jax.agent import client
+    from leto_jax.shadow.inject import GPU_ONLY, KINDS
+
+    phases = ("compute", "decide", "update", "commit", "drain", "takeover", "body")
+    if kind not in KINDS:
+        raise errors.UsageError(f"--kind: expected one of {', '.join(KINDS)}, found {kind!r}")
+    if kind in GPU_ONLY:
+        raise errors.UsageError(f"--kind {kind}: needs a GPU, this job runs on the CPU")
+    if phase not in phases:
+        raise errors.UsageError(f"--phase: expected one of {', '.join(phases)}, found {phase!r}")
+    if chunk is not None and phase != "update":
+        raise errors.UsageError(f"--chunk: goes with --phase update, found --phase {phase}")
+    name = client.find_job(job)
+    message = {"op": "inject", "kind": kind, "phase": phase, "step": -1 if step is None else step, "chunk": -1 if chunk is None else chunk}
+    reply = client.ask(name, {**message, "when_ready": when_ready, "deadline_secs": timeout_secs}, timeout_secs + 5)
+    print(jsonlib.dumps({"job": name, **reply}) if json else f"{kind} fired in job {name} at step {reply['fired_step']}")
+
+
+@app.command()
+def stop(job: Job = None) -> None:
+    """Ends a job and frees its memory, also one whose state is kept after it gave up."""
+    from leto_jax.agent import client
+    from leto_jax.manager import runtime
+    from leto_jax.manager.client import ManagerClient
+
+    name = client.find_job(job)
+    try:
+        client.ask(name, {"op": "stop"})
+    except errors.JobError:
+        with ManagerClient(runtime.job_dir(name) / runtime.SOCKET_NAME, "tool") as manager:
+            manager.free()
+    print(f"stopped {name}")
+
+
+@app.command()
+def report(
+    job: Annotated[str | None, typer.Argument(help="Job; by default the one whose journal is newest.")] = None,
+    json: AsJson = False,
+) -> None:
+    """Goodput and takeovers of a job, from its journal."""
+    from leto_jax.goodput import report as reports
+
+    found = reports.load(job)
+    print(jsonlib.dumps(found)) if json else reports.show(found)
+
+
+@app.command()
+def doctor(json: AsJson = False) -> None:
+    """Says what this machine can do for leto_jax, and what is missing."""
+    from leto_jax.agent import doctor as doctors
+
+    checks = doctors.examine()
+    if json:
+        print(jsonlib.dumps({"ok": all(check["ok"] for check in checks), "checks": checks}))
+    else:
+        _table("doctor", ["check", "ok", "found", "advice"], [{**check, "ok": "yes" if check["ok"] else "NO"} for check in checks])
+    if not all(check["ok"] for check in checks):
+        sys.exit(4)
+
+
+@app.command()
+def demo(
+    quick: Annotated[bool, typer.Option("--quick", help="Three failures, under 75 s.")] = False,
+    json: Annotated[Path | None, typer.Option("--json", help="Write the result to this file.")] = None,
+    self_check: Annotated[bool, typer.Option("--self-check", help="Flip one bit of the result before the verdict: must end with exit code 4.")] = False,
+) -> None:
+    """Trains a language model twice, once without failures and once with, and compares every bit."""
+    from leto_jax import demo as demos
+
+    sys.exit(demos.main(quick=quick, json_file=json, self_check=self_check))
+
+
+def _register_simulate() -> None:
+    from leto_jax.sim.cli import simulate
+
+    app.command("simulate")(simulate)
+
+
+_register_simulate()
+
+
+def _table(title: str, columns: list[str], rows: list[dict[str, Any]]) -> None:
+    from rich.console import Console
+    from rich.table import Table
+
+    table = Table(title=title, title_justify="left")
+    for column in columns:
+        table.add_column(column)
+    for row in rows:
+        table.add_row(*("-" if row.get(column) is None else str(row[column]) for column in columns))
+    Console(width=None if sys.stdout.isatty() else 160).print(table)
+
+
+if __name__ == "__main__":
+    main()
