@@ -15,7 +15,7 @@ from leto_jax.config import Process
 from leto_jax.manager import fence
 
 _PR_SET_CHILD_SUBREAPER = 36
-LOW = 19
+LOW = 5  # a quarter of a core beside a trainer that uses them all: a shadow is ready in tens of seconds, and costs little until then
 
 
 class Child:

@@ -24,6 +24,7 @@ _LOOK_SECS = 0.02
 _MAX_WATCHED = 256
 _MAX_ENVIRON_BYTES = 4 * 1024 * 1024
 _NAMELESS_SECS = 2.0
+_SETTLE_SECS = 0.2
 _PF_KTHREAD = 0x00200000
 
 
@@ -113,32 +114,31 @@ def _lives(process: _Process) -> bool:
         return False
 
 
-def _scan() -> dict[int, _Process]:
-    found = {}
-    for name in os.listdir("/proc"):
-        if name.isdigit():
-            process = _read_process(int(name))
-            if process is not None:
-                found[process.pid] = process
-    return found
+def _pids() -> list[int]:
+    return [int(name) for name in os.listdir("/proc") if name.isdigit()]
 
 
-def _carries_token(process: _Process, entries: frozenset[bytes], uid: int) -> bool:
+def _carries_token(process: _Process, entries: frozenset[bytes], uid: int) -> bool | None:
+    """Whether one of `entries` is in its environment; None if it shows none, since it is dead or dying (or has an empty one)."""
     directory = f"/proc/{process.pid}"
     try:
-        if os.stat(directory).st_uid != uid:
+        if process.flags & _PF_KTHREAD or os.stat(directory).st_uid != uid:
             return False
+        directories = [directory]
         if process.state in "ZX":  # the first thread is dead and shows no environment: ask those that live
             directories = [f"{directory}/task/{task}" for task in os.listdir(f"{directory}/task") if task != str(process.pid)]
-        else:
-            directories = [directory]
-    except OSError:
-        return False
-    for directory in directories:
-        with contextlib.suppress(OSError), open(f"{directory}/environ", "rb") as file:
-            if not entries.isdisjoint(file.read(_MAX_ENVIRON_BYTES).split(b"\0")):
+        shown = None
+        for directory in directories:
+            with open(f"{directory}/environ", "rb") as file:
+                environ = file.read(_MAX_ENVIRON_BYTES)
+            if not entries.isdisjoint(environ.split(b"\0")):
                 return True
-    return False
+            shown = False if environ else shown
+        return shown
+    except PermissionError:
+        return False
+    except OSError:
+        return None
 
 
 def _is_nameless(process: _Process, uid: int) -> bool:
@@ -193,16 +193,42 @@ class Fence:
             pid = process.ppid if process is not None else 0
         return frozenset(line)
 
+    def _visit_all(self) -> tuple[dict[int, _Process], set[int]]:
+        """Every process there is, and the numbers of those that carry the token.
+
+        A listing is not a picture of one moment: a process that it names can fork and die before it is read, and its child is in no listing
+        yet. So new numbers are visited until all that a listing brought could be read: then no carrier of the token has slipped by.
+        """
+        processes: dict[int, _Process] = {}
+        carriers: set[int] = set()
+        seen: set[int] = set()
+        until = time.monotonic() + _SETTLE_SECS
+        while True:
+            slipped = False
+            for pid in _pids():
+                if pid in seen:
+                    continue
+                seen.add(pid)
+                process = _read_process(pid)
+                if process is None:
+                    slipped = True
+                    continue
+                processes[pid] = process
+                if self._entries and pid not in self._spared:
+                    carries = _carries_token(process, self._entries, self._uid)
+                    if carries:
+                        carriers.add(pid)
+                    slipped |= carries is None
+            if not slipped or time.monotonic() >= until:
+                return processes, carriers
+
     def _look(self) -> list[_Process]:
         """One look at /proc: takes in every process that belongs to the incarnation, returns those that live."""
-        processes = _scan()
+        processes, carriers = self._visit_all()
         # A number is not given out again while its process, group or session exists. So a number that now belongs to another process says
         # nothing about groups of that number; one that belongs to no process can still name the group that its leader left behind.
-        ours = {pid for pid, start in self._members.items() if pid not in processes or processes[pid].start == start}
+        ours = {pid for pid, start in self._members.items() if pid not in processes or processes[pid].start == start} | carriers
         candidates = [process for pid, process in processes.items() if pid not in self._spared]
-        for process in candidates:
-            if process.pid not in ours and self._entries and _carries_token(process, self._entries, self._uid):
-                ours.add(process.pid)
         grown = True
         while grown:
             grown = False
@@ -245,7 +271,7 @@ class Fence:
             self._struck = True
         for process in alive:
             _signal(process.id, signal.SIGKILL)
-        if not alive and not self._waits_for_nameless() and not self._look():  # a look is not atomic: only the second empty one counts
+        if not alive and not self._waits_for_nameless() and not self._look():  # twice: numbers may have wrapped around between
             return self._report()
         return self._report() if time.monotonic() >= self._deadline else None
 

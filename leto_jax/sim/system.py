@@ -145,5 +145,6 @@ def interval(system: System, setting: Setting) -> int:
 def assumptions(system: System, setting: Setting) -> tuple[str, ...]:
     """Every number and choice behind a result that the paper does not give, one sentence each."""
     costs = setting.costs
-    listed = [f"{name} = {getattr(costs, name):g}: {costs.source(name)}" for name in system.uses]
-    return (*(line for line in listed if ": paper" not in line), *system.notes, *setting.workload.assumptions)
+    ours = [name for name in system.uses if not costs.source(name).startswith("paper")]
+    listed = [f"{name} = {getattr(costs, name):g}: {costs.source(name)}" for name in ours]
+    return (*listed, *system.notes, *setting.workload.assumptions)

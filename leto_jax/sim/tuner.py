@@ -26,7 +26,7 @@ def recommend(system: System, setting: Setting, repair_secs: float) -> Recommend
     iteration_secs = setting.iteration_secs
     checkpoint = system.checkpoint(setting)
     risk = at_risk(system, setting)
-    longest = max(1, int(LONGEST_INTERVAL_SECS / iteration_secs))
+    longest = iterations(LONGEST_INTERVAL_SECS, iteration_secs)
     shortest = max(1, ceil(checkpoint.lag_secs / iteration_secs))
 
     def ettr(interval: int) -> float:

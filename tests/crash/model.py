@@ -13,8 +13,10 @@ Invariants, each with the fault that it guards against:
 """
 import copy
 import random
+import struct
 import zlib
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import NamedTuple
 
 import numpy as np
@@ -56,14 +58,14 @@ class Record(NamedTuple):
 
 
 def record(kind, step, epoch=0, a=0, b=0) -> bytes:
-    body = np.array([kind, step, epoch, a, b, *[0] * 10], "<u4").tobytes()
+    body = struct.pack("<15I", kind, step, epoch, a, b, *[0] * 10)
     return body + zlib.crc32(body).to_bytes(4, "little")
 
 
 def parse(raw, kind) -> Record | None:
-    words = np.frombuffer(bytes(raw), "<u4")
-    good = words[0] == kind and int(words[15]) == zlib.crc32(bytes(raw[:60]))
-    return Record(*(int(w) for w in words[:5]), int(words[15])) if good else None
+    raw = bytes(raw)
+    words = struct.unpack("<16I", raw)
+    return Record(*words[:5], words[15]) if words[0] == kind and words[15] == zlib.crc32(raw[:60]) else None
 
 
 # --- plan of the memory ------------------------------------------------------------------------------------------------------------
@@ -104,25 +106,28 @@ class Layout:
 
     def pieces(self, chunk: Chunk, step: int):
         """(lane name, dtype, first byte, bytes) of a chunk's piece in every lane of its signature."""
-        for lane, dtype in enumerate(self.signatures[chunk.signature].dtypes):
-            size = np.dtype(dtype).itemsize
-            yield f"lane/{chunk.signature}/{lane}", dtype, self.offset(chunk, step) * size, chunk.length * size
+        return self._pieces[chunk, step % 2]
 
-    def row_bytes(self, chunk: Chunk) -> list[int]:
-        return [size // self.d for _, _, _, size in self.pieces(chunk, 0)]
+    @cached_property
+    def _pieces(self):
+        return {(chunk, parity): [(f"lane/{chunk.signature}/{lane}", dtype, self.offset(chunk, parity) * size, chunk.length * size)
+                                  for lane, dtype in enumerate(self.signatures[chunk.signature].dtypes) for size in [np.dtype(dtype).itemsize]]
+                for chunk in self.chunks for parity in (0, 1)}
 
     def block(self, c: int) -> tuple[int, int, int, int]:
         """Of a chunk's block in staging and in host parity: first byte, bytes of one parity row, bytes of checksums, bytes in all.
         Order inside: H1 rows, checksums of the data pages, H2 rows."""
-        first = 0
-        for i, chunk in enumerate(self.chunks):
-            row = sum(self.row_bytes(chunk))
+        return self._blocks[c]
+
+    @cached_property
+    def _blocks(self):
+        out, first = [], 0
+        for chunk in self.chunks:
+            row = sum(size // self.d for _, _, _, size in self.pieces(chunk, 0))
             sums = -(-4 * self.d * row // PAGE // PAGE) * PAGE
-            size = self.h * row + sums
-            if i == c:
-                return first, row, sums, size
-            first += size
-        return first, 0, 0, 0
+            out.append((first, row, sums, self.h * row + sums))
+            first += out[-1][3]
+        return out
 
     def gradient(self, chunk: Chunk) -> tuple[int, int]:
         first = HEADER_BYTES + 4 * sum(s.elements for s in self.signatures[:chunk.signature])
@@ -131,7 +136,7 @@ class Layout:
     def sizes(self) -> dict[str, int]:
         sizes = {f"lane/{i}/{j}": (s.elements + s.gap) * np.dtype(d).itemsize
                  for i, s in enumerate(self.signatures) for j, d in enumerate(s.dtypes)}
-        block = self.block(len(self.chunks))[0]
+        block = sum(size for *_, size in self._blocks)
         sizes |= {"grads": HEADER_BYTES + 4 * sum(s.elements for s in self.signatures), "staging": block, "parity": block}
         sizes |= {f"{name}/{i}": size for name, size in (("extras", 32), ("scalars", 32), ("metrics", 16)) for i in (0, 1)}
         sizes |= {f"log/{i}": 64 * (6 + 2 * len(self.chunks)) for i in (0, 1)}
@@ -584,20 +589,27 @@ def make_plan(lay: Layout, pictures: list[Picture]) -> Plan:
         rest = order[done[id(p)]:]
         if rest and (p.stored != (intent.step, intent.epoch) or p.lost_gradients & set(rest)):
             missing.append("gradients")
-        if {f"extras/{new}", f"metrics/{new}"} & p.lost and not (lay.replicated and f"metrics/{new}" not in p.lost and any(
-                f"extras/{new}" not in q.lost and (q.commit > low or q.stored == (intent.step, intent.epoch)) for q in pictures)):
-            missing.append("extras or metrics")
+        if f"extras/{new}" in p.lost and not (lay.replicated and any(complete(q, intent) for q in pictures)):
+            missing.append("extras")
     if not any(intent.a == q.digests[new] and f"scalars/{new}" not in q.lost for q in pictures):
         missing.append("scalars")
+    if any(p.commit > low and f"extras/{new}" in p.lost for p in pictures) and not (
+            lay.replicated and any(complete(q, intent) for q in pictures)):
+        return Plan("refuse", low, "active extras lost")
+    marked = low < high or any(done.values())
+    if any(f"metrics/{new}" in p.lost for p in behind) and not marked:
+        missing.append("metrics")             # worth a second compute, not worth a refusal: with a mark they become unknown
     if not missing:
-        plan = Plan("roll", intent.step, f"intent {intent.step}", intent)
-        for p in pictures:                    # ranks that are ahead have no use for the intent, but keep their active copies
-            if p.commit == high > low and f"extras/{new}" in p.lost and not lay.replicated:
-                return Plan("refuse", low, "active extras lost")
-        return plan
-    if low < high or any(done.values()):
+        return Plan("roll", intent.step, f"intent {intent.step}", intent)
+    if marked:
         return Plan("refuse", low, f"{' and '.join(missing)} lost and a chunk is marked")
     return need_active(lay, pictures, Plan("revoke", low, f"{' and '.join(missing)} lost, no mark on any rank", intent))
+
+
+def complete(p: Picture, intent: Record) -> bool:
+    """Whether a rank holds the whole extras of the step of `intent`."""
+    at_it = p.commit == intent.step or p.stored == (intent.step, intent.epoch)
+    return at_it and f"extras/{intent.step % 2}" not in p.lost
 
 
 def need_active(lay: Layout, pictures, plan: Plan) -> Plan:
@@ -705,8 +717,10 @@ def recover(r: Rank, source: Source, refill=False):
         yield r.put(f"scalars/{copies}", 0, mates[pictures.index(donor)].mem[f"scalars/{copies}"].tobytes())
     if r.any_lost(f"extras/{copies}"):
         donor = next(i for i, q in enumerate(pictures) if f"extras/{copies}" not in q.lost and (
-            plan.action != "roll" or q.commit == plan.step or q.stored == (plan.step, plan.intent.epoch)))
+            plan.action != "roll" or complete(q, plan.intent)))
         yield r.put(f"extras/{copies}", 0, mates[donor].mem[f"extras/{copies}"].tobytes())
+    if r.any_lost(f"metrics/{copies}"):
+        yield r.put(f"metrics/{copies}", 0, bytes(16))         # all zero: unknown, and said so
     yield Gather(None)
     if behind and not r.intent(plan.step) == plan.intent:
         raw = record(INTENT, plan.step, plan.intent.epoch, plan.intent.a, plan.intent.b)

@@ -17,7 +17,7 @@ def plan_of(iteration, interval, cost, init, resume, overhead=0.0):
     return Plan("one", cycle, {Kind.HOF: recovery, Kind.NODE: recovery})
 
 
-def simulated(plan, mttf, arrivals, seeds=40, hof=1.0):
+def simulated(plan, mttf, arrivals, seeds=20, hof=1.0):
     runs = draw_runs(FailureModel(mttf, hof, arrivals), gpus=64, horizon_secs=DAYS_30, seeds=seeds)
     return study(plan, runs, DAYS_30)
 

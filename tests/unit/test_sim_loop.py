@@ -42,10 +42,38 @@ def spent(ledger):
 STORIES = [
     # name, plan, failures, horizon, spares, what the ledger says
     ("nothing fails", story_plan(), [], 90, None, {"productive": 80, "checkpoint": 10}),
-    ("restart from the beginning", story_plan(), [hof(7)], 100, None, {"productive": 80, "checkpoint": 10, "recompute": 7, "detect": 1, "init": 2}),
-    ("restart from a checkpoint", story_plan(), [hof(58)], 106, None, {"productive": 80, "checkpoint": 10, "recompute": 13, "detect": 1, "init": 2}),
-    ("failure during a checkpoint", story_plan(), [hof(43)], 91, None, {"productive": 40, "checkpoint": 5, "recompute": 43, "detect": 1, "init": 2}),
-    ("in place", story_plan(hof=Resume.ITERATION), [hof(28)], 101, None, {"productive": 80, "checkpoint": 10, "recompute": 8, "detect": 1, "init": 2}),
+    (
+        "restart from the beginning",
+        story_plan(),
+        [hof(7)],
+        100,
+        None,
+        {"productive": 80, "checkpoint": 10, "recompute": 7, "detect": 1, "init": 2},
+    ),
+    (
+        "restart from a checkpoint",
+        story_plan(),
+        [hof(58)],
+        106,
+        None,
+        {"productive": 80, "checkpoint": 10, "recompute": 13, "detect": 1, "init": 2},
+    ),
+    (
+        "failure during a checkpoint",
+        story_plan(),
+        [hof(43)],
+        91,
+        None,
+        {"productive": 40, "checkpoint": 5, "recompute": 43, "detect": 1, "init": 2},
+    ),
+    (
+        "in place",
+        story_plan(hof=Resume.ITERATION),
+        [hof(28)],
+        101,
+        None,
+        {"productive": 80, "checkpoint": 10, "recompute": 8, "detect": 1, "init": 2},
+    ),
     (
         "in place, during a checkpoint: it is begun again",
         story_plan(hof=Resume.ITERATION),

@@ -7,7 +7,8 @@ from leto_jax.sim.units import SECS_PER_UNIT, duration_text, fraction, not_negat
 
 
 @pytest.mark.parametrize(
-    ("text", "secs"), [("10m", 600), ("1.5h", 5400), ("30s", 30), ("2d", 172_800), ("250ms", 0.25), (" 3 s ", 3), ("-1h", -3600), ("1e3s", 1000)]
+    ("text", "secs"),
+    [("10m", 600), ("1.5h", 5400), ("30s", 30), ("2d", 172_800), ("250ms", 0.25), (" 3 s ", 3), ("-1h", -3600), ("1e3s", 1000)],
 )
 def test_durations(text, secs):
     assert parse_duration(text) == pytest.approx(secs)

@@ -7,7 +7,7 @@ from math import log2, sqrt
 
 from leto_jax.sim.failures import Kind
 from leto_jax.sim.system import Checkpoint, Setting, System
-from leto_jax.sim.systems.parts import cold_restart, cold_spare, no_overhead, peer_memory_checkpoint, warm_spare
+from leto_jax.sim.systems.parts import cold_restart, cold_spare, no_overhead, peer_memory_checkpoint, warm_spare, warm_spare_for_operable
 
 NOTE = (
     "W is the power of two next to sqrt(2 e M) / T, e the exposed cost of a whole sparse checkpoint; a failure replays W to 2 W iterations"
@@ -45,7 +45,7 @@ MOEVEMENT_PLUS = System(
     source="MoEvement (NSDI'26, arXiv 2412.15411) with spare-based preinitialisation",
     overhead=no_overhead,
     checkpoint=sparse_checkpoint,
-    recoveries={Kind.HOF: warm_spare, Kind.NODE: warm_spare},
+    recoveries={Kind.HOF: warm_spare_for_operable, Kind.NODE: warm_spare},
     uses=("spare_init_secs", "init_growth_secs", "peer_bytes_per_sec", "sparse_share", "replay_speedup", "requalify_secs"),
     notes=(NOTE,),
     lag_cycles=1,

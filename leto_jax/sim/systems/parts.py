@@ -1,5 +1,7 @@
 """Pieces that several systems share: pure functions from a setting to what something costs."""
 
+from dataclasses import replace
+
 from leto_jax.errors import UsageError
 from leto_jax.sim.plan import Cause, Recovery, Resume
 from leto_jax.sim.system import Checkpoint, Setting
@@ -28,13 +30,13 @@ def cold_spare(setting: Setting) -> Recovery:
 
 
 def warm_spare(setting: Setting) -> Recovery:
-    """A spare node that is initialised as far as can be before it is needed; an operable node that it replaces becomes a spare later."""
-    return Recovery(
-        ((Cause.INIT, grown_ns(setting, setting.costs.spare_init_secs)),),
-        Resume.CHECKPOINT,
-        spare=True,
-        return_ns=to_ns(setting.costs.requalify_secs),
-    )
+    """A spare node that is initialised as far as can be before it is needed."""
+    return Recovery(((Cause.INIT, grown_ns(setting, setting.costs.spare_init_secs)),), Resume.CHECKPOINT, spare=True)
+
+
+def warm_spare_for_operable(setting: Setting) -> Recovery:
+    """The same in place of a node that could have gone on; it becomes a spare itself after a while."""
+    return replace(warm_spare(setting), return_ns=to_ns(setting.costs.requalify_secs))
 
 
 def peer_memory_checkpoint(setting: Setting) -> Checkpoint:
