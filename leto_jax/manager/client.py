@@ -315,7 +315,7 @@ class ManagerClient:
         return _fence_of(self._connection.greeting.get("fence"))
 
     def reconnect(self, timeout_secs: float | None = None) -> None:
-        """Connects to whoever listens on the same path, waiting up to `timeout_secs` (default: `connect_timeout_secs`) for somebody to do so.
+        """Connects to whoever listens on the same path; waits up to `timeout_secs` (default: `connect_timeout_secs`) for somebody.
 
         Descriptors stay valid. Leases were handed to the new manager by the agent; asking for them again is harmless.
         """

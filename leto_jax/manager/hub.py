@@ -311,6 +311,9 @@ class Hub:
                 self.close_connection(connection)
         except ProtocolError as error:
             self._refuse(connection, error)
+        except Exception:
+            self.close_connection(connection)  # what made it fail would come again with the next turn
+            raise
 
     def _next_requests(self, connection: Connection) -> None:
         while not (connection.busy or connection.closing or connection.closed):

@@ -22,7 +22,7 @@ SOCKET_NAME = "manager.sock"
 LOCK_NAME = "manager.lock"
 LOG_NAME = "manager.log"
 _JOB_NAME = re.compile(r"[A-Za-z0-9._-]{1,64}")
-_PROBE_SECS = 0.5
+_PROBE_SECS = 1.0
 
 
 def check_job_name(job: str) -> str:
@@ -113,7 +113,7 @@ def probe(path: str | Path, timeout_secs: float = _PROBE_SECS) -> protocol.Messa
 def live_jobs(environ: Mapping[str, str] = os.environ) -> list[str]:
     """Names of the jobs of this user whose manager answers, sorted. Removes nothing: a dead socket is replaced by the next manager.
 
-    *Cost*: up to 0.5 s per job whose manager is stopped.
+    *Cost*: up to 1 s per job whose manager is stopped.
     """
     root = runtime_root(environ)
     jobs = []

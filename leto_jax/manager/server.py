@@ -86,6 +86,7 @@ class Server:
         self._term = False
         self._exit: str | None = None
         self._next_check = 0.0
+        self._reachable = True
         self._touched = time.monotonic()
         self._socket_inode = -1
         self._lock = -1
@@ -231,16 +232,27 @@ class Server:
         try:
             found = os.stat(self._path)
         except FileNotFoundError:  # a cleaner, or a person: without its socket nobody could ever attach again
-            with contextlib.suppress(OSError, LetoError):
-                self.claim()
-                self.listen()
-                self._log(f"the socket {self._path} had vanished, made it again")
+            self._come_back()
             return
         if now - self._touched > TOUCH_SECS and found.st_ino == self._socket_inode:
             self._touched = now
             for path in (self._path, self._directory / runtime.LOCK_NAME, self._directory):
                 with contextlib.suppress(OSError):
                     os.utime(path)
+
+    def _come_back(self) -> None:
+        try:
+            if not self._directory.parent.exists():
+                runtime.ensure_private_dir(self._directory.parent)
+            self.claim()
+            self.listen()
+        except (OSError, LetoError) as error:
+            if self._reachable:
+                self._log(f"the socket {self._path} has vanished and cannot be made again (will try on): {error}")
+            self._reachable = False
+        else:
+            self._reachable = True
+            self._log(f"the socket {self._path} had vanished, made it again")
 
     def _leave(self) -> None:
         self._log(f"frees {len(self._store)} pieces of memory of job {self._job!r} and ends: {self._exit}")

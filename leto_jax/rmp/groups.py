@@ -80,9 +80,8 @@ class Guard:
         parity = arena.view(offset, piece.parity_bytes).reshape(piece.parity_rows, piece.row_bytes)
         return parity, arena.array(offset + piece.parity_bytes, (piece.pages, 2), np.dtype(np.uint32))
 
-    def verify(self, piece: Piece, address: int, expected: np.ndarray, first: int = 0, count: int | None = None) -> list[int]:
-        """Pages of a piece whose checksum is not the expected one. Cost: reads the pages once."""
-        count = piece.pages - first if count is None else count
+    def verify(self, piece: Piece, address: int, expected: np.ndarray, first: int, count: int) -> list[int]:
+        """Those of `count` pages from `first` on whose checksum is not the expected one. Cost: reads the pages once, on one core."""
         words = self._device.array(address + first * piece.page_bytes, (count, piece.page_bytes // 4), np.dtype(np.uint32))
         return [first + int(page) for page in checksum.locate(expected[first : first + count], checksum.page_checksums_np(words))]
 

@@ -488,7 +488,6 @@ def _post_order(graph: Graph, results: Sequence[int], inputs: set[int], is_front
         stack.append((value, True))
         if graph.makers[value] >= 0:
             op = graph.ops[graph.makers[value]]
-            seen.update(op.results)
             stack.extend((o, False) for o in reversed(op.operands))
     return order, frontier
 

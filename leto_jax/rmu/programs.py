@@ -185,7 +185,9 @@ def trace(init: Callable, step: StepSpec, batch: PyTree, key: Array, protection:
         return {name: jax.tree.map(make, p) for name, (make, _) in sorted(step.after_update.items())}
 
     companions, companion_specs = _abstract(init_companions, params)
-    slice_with = functools.partial(slicing.slice_update, step.tx, params, after_update=dict(step.after_update), compute_dtype=step.compute_dtype)
+    slice_with = functools.partial(
+        slicing.slice_update, step.tx, params, after_update=dict(step.after_update), compute_dtype=step.compute_dtype
+    )
     sliced = slice_with()
     if all(leaf.frozen for leaf in sliced.leaves):
         raise errors.LayoutError("expected at least one parameter that the optimizer changes, found only frozen ones")
@@ -193,7 +195,12 @@ def trace(init: Callable, step: StepSpec, batch: PyTree, key: Array, protection:
 
     params_tree = jax.tree_util.tree_structure(params)
     compute = _compute_function(step, params_tree, differentiated)
-    arguments = (_seen_params(params, step.compute_dtype), extras, jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), batch), key)
+    arguments = (
+        _seen_params(params, step.compute_dtype),
+        extras,
+        jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), batch),
+        key,
+    )
     (loss, grads, new_extras, metrics), _ = _abstract(compute, *arguments)
     _, metric_specs = _abstract(lambda *a: compute(*a)[3], *arguments)
     _check_compute(loss, grads, extras, new_extras, [param_specs[i] for i in differentiated])
@@ -202,7 +209,9 @@ def trace(init: Callable, step: StepSpec, batch: PyTree, key: Array, protection:
         sliced = slice_with(grad_dtypes=[grad_dtypes.get(i) for i in range(len(param_specs))])
 
     homes: dict[tuple[str, int], Home] = {}
-    signatures = [_signature_spec(sliced, number, param_specs, opt_specs, companion_specs, homes) for number in range(len(sliced.signatures))]
+    signatures = [
+        _signature_spec(sliced, number, param_specs, opt_specs, companion_specs, homes) for number in range(len(sliced.signatures))
+    ]
     for position, j in enumerate(sliced.shared):
         homes["state", j] = Home("shared", index=position)
     frozen = tuple(i for i, leaf in enumerate(sliced.leaves) if leaf.frozen)
@@ -218,7 +227,10 @@ def trace(init: Callable, step: StepSpec, batch: PyTree, key: Array, protection:
     loose = tuple(i for i in differentiated if sliced.leaves[i].frozen or signatures[sliced.leaves[i].signature].grad_dtype is None)
     for position, i in enumerate(loose):
         homes["loose_grad", i] = Home("loose_grad", index=position)
-    values = tuple(LeafSpec(f"[{n}]", tuple(x.shape), layouts.storage_dtype(jnp.dtype(x.dtype).name), jnp.dtype(x.dtype).name) for n, x in enumerate(sliced.decide_specs[1]))
+    values = tuple(
+        LeafSpec(f"[{n}]", tuple(x.shape), layouts.storage_dtype(jnp.dtype(x.dtype).name), jnp.dtype(x.dtype).name)
+        for n, x in enumerate(sliced.decide_specs[1])
+    )
     plan = layouts.plan(
         JobSpec(
             params=param_specs,
@@ -292,7 +304,9 @@ def _compute_function(step: StepSpec, params_tree, differentiated: tuple[int, ..
                 try:
                     value, (aux_extras, aux_metrics) = out
                 except (TypeError, ValueError) as exception:
-                    raise errors.UsageError("loss_fn: expected (loss, (extras, metrics)), found another structure; return extras unchanged if it has none") from exception
+                    raise errors.UsageError(
+                        "loss_fn: expected (loss, (extras, metrics)), found another structure; return extras unchanged if it has none"
+                    ) from exception
                 return value, (aux_extras, aux_metrics)
 
             (loss, (new_extras, metrics)), grads = jax.value_and_grad(loss_of, has_aux=True)([leaves[i] for i in differentiated])
@@ -322,7 +336,9 @@ def describe(tree: PyTree) -> tuple[str, ...]:
     return tuple(f"{jax.tree_util.keystr(path)}: {x.dtype}{list(x.shape)}" for path, x in jax.tree_util.tree_leaves_with_path(tree))
 
 
-def _signature_spec(sliced: slicing.Sliced, number: int, param_specs, opt_specs, companion_specs, homes: dict[tuple[str, int], Home]) -> SignatureSpec:
+def _signature_spec(
+    sliced: slicing.Sliced, number: int, param_specs, opt_specs, companion_specs, homes: dict[tuple[str, int], Home]
+) -> SignatureSpec:
     """The layout's view of one signature; notes in `homes` where each leaf of its lanes lies."""
     signature = sliced.signatures[number]
     lanes, shapes = [], []
@@ -343,7 +359,13 @@ def _signature_spec(sliced: slicing.Sliced, number: int, param_specs, opt_specs,
         shapes.append(tuple(lane_shapes))
     grad_dtype = next((jnp.dtype(port.dtype).name for port in signature.inputs if port.kind == "grad"), None)
     return SignatureSpec(
-        sliced.leaves[signature.leaves[0]].path, signature.fingerprint, tuple(lanes), grad_dtype, signature.elementwise, tuple(signature.leaves), tuple(shapes)
+        sliced.leaves[signature.leaves[0]].path,
+        signature.fingerprint,
+        tuple(lanes),
+        grad_dtype,
+        signature.elementwise,
+        tuple(signature.leaves),
+        tuple(shapes),
     )
 
 
@@ -400,7 +422,15 @@ def _programs(job: Job, init, init_companions, compute, step: StepSpec, key_spec
     yield Program(
         "decide",
         run_decide,
-        (grads, structs(spec.params), structs(job.opt_specs), structs(job.companion_specs), scalar("float32"), scalar("float32"), scalar("int32")),
+        (
+            grads,
+            structs(spec.params),
+            structs(job.opt_specs),
+            structs(job.companion_specs),
+            scalar("float32"),
+            scalar("float32"),
+            scalar("int32"),
+        ),
     )
 
     for number, signature in enumerate(plan.signatures):

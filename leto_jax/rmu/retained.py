@@ -81,7 +81,9 @@ class Retained:
         """Gradients of the leaves that are differentiated, in leaf shape."""
         dtypes = [self.job.sliced.leaves[i].grad_dtype for i in self.job.differentiated]
         shapes = [self.layout.spec.params[i].shape for i in self.job.differentiated]
-        return [self._view(self.grad_place(home), shape, dtype) for home, shape, dtype in zip(self.job.grad_homes, shapes, dtypes, strict=True)]
+        return [
+            self._view(self.grad_place(home), shape, dtype) for home, shape, dtype in zip(self.job.grad_homes, shapes, dtypes, strict=True)
+        ]
 
     def grad_place(self, home: Home) -> int:
         """Byte address of the gradient of the parameter leaf that lives at `home`."""
@@ -104,7 +106,8 @@ class Retained:
         """The pieces of a chunk, flat, one per lane, where `commit` leaves them."""
         signature = self.layout.signatures[self.layout.chunks[chunk.index][0]]
         return self._cached(
-            ("pieces", chunk.index, commit % 2), lambda: [self._view(lane.at(chunk.start, commit), (chunk.length,), lane.dtype) for lane in signature.lanes]
+            ("pieces", chunk.index, commit % 2),
+            lambda: [self._view(lane.at(chunk.start, commit), (chunk.length,), lane.dtype) for lane in signature.lanes],
         )
 
     def grad_piece(self, chunk: Chunk) -> jax.Array | None:
@@ -140,8 +143,19 @@ class Retained:
             grad = self.layout.signatures[self.layout.chunks[chunk.index][0]].grad
             if grad is not None and touches(lost, "device", grad.at(chunk.start, 1), chunk.length * grad.item_bytes):
                 gradients.add(chunk.index)
-        hurt = {region.name for region in self.layout.regions if region.name[:-1] in COPIED and touches(lost, region.arena, region.offset, region.nbytes)}
-        return Picture(self.life(), contents, stored, {intent.crc: self.digest(intent.step) for intent in contents.intents}, frozenset(gradients), frozenset(hurt))
+        hurt = {
+            region.name
+            for region in self.layout.regions
+            if region.name[:-1] in COPIED and touches(lost, region.arena, region.offset, region.nbytes)
+        }
+        return Picture(
+            self.life(),
+            contents,
+            stored,
+            {intent.crc: self.digest(intent.step) for intent in contents.intents},
+            frozenset(gradients),
+            frozenset(hurt),
+        )
 
     # ------------------------------------------------------------------------------------------------------------------------------
 
@@ -152,11 +166,17 @@ class Retained:
         return LeafSpec(spec.path, spec.shape, lane.dtype, lane.dtype)
 
     def _leaves(self, name: str, homes: Sequence[Home], specs: Sequence[LeafSpec], commit: int) -> list[jax.Array]:
-        return self._cached((name, commit % 2), lambda: [self._view(self.place(home, commit), spec.shape, spec.dtype) for home, spec in zip(homes, specs, strict=True)])
+        return self._cached(
+            (name, commit % 2),
+            lambda: [self._view(self.place(home, commit), spec.shape, spec.dtype) for home, spec in zip(homes, specs, strict=True)],
+        )
 
     def _packed(self, name: str, packed: Packed, commit: int) -> list[jax.Array]:
         base = self.region(f"{name}{commit % 2}")
-        return self._cached((name, commit % 2), lambda: [self._view(base + offset, leaf.shape, leaf.dtype) for offset, leaf in zip(packed.offsets, packed.leaves, strict=True)])
+        return self._cached(
+            (name, commit % 2),
+            lambda: [self._view(base + offset, leaf.shape, leaf.dtype) for offset, leaf in zip(packed.offsets, packed.leaves, strict=True)],
+        )
 
     def _view(self, offset: int, shape: tuple[int, ...], dtype) -> jax.Array:
         return host_view(self.device, offset, shape, jnp.dtype(dtype), self.jax_device)
@@ -165,4 +185,3 @@ class Retained:
         if key not in self._cache:
             self._cache[key] = make()
         return self._cache[key]
-

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 
 from leto_jax import errors
@@ -12,12 +12,14 @@ from leto_jax.arena.metadata import LostRange, touches
 from leto_jax.faults import Phase, Point
 from leto_jax.layout import Piece
 from leto_jax.records import Kind, Record
+from leto_jax.rmp import checksum
 from leto_jax.rmu import recovery
-from leto_jax.rmu.recovery import Action, Plan
+from leto_jax.rmu.recovery import Action, Picture, Plan
 from leto_jax.rmu.retained import Retained
 from leto_jax.rmu.transaction import Transaction
 
 Stage = Callable[[str], AbstractContextManager]
+Gather = Callable[[Picture], Sequence[Picture]]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -32,9 +34,16 @@ class Recovered:
     repaired_pages: int = 0
 
 
-def recover(retained: Retained, transaction: Transaction, stage: Stage = lambda name: contextlib.nullcontext()) -> Recovered:
+def recover(
+    retained: Retained,
+    transaction: Transaction,
+    stage: Stage = lambda name: contextlib.nullcontext(),
+    gather: Gather = lambda mine: [mine],
+    rank: int = 0,
+) -> Recovered:
     """Brings one rank's retained memory to a commit. Called by the process that holds the lease, before its first step.
 
+    gather: this rank's picture in, the pictures of all ranks out, in rank order; `rank` is the place of this one.
     Raises UnrecoverableError (with the reason; nothing was changed) where the pictures must not be guessed at, and
     TooManyErasuresError where more pages are lost than parity rebuilds.
     Crash: a picture that `recover` reads again; every part of it may be repeated.
@@ -42,27 +51,29 @@ def recover(retained: Retained, transaction: Transaction, stage: Stage = lambda 
     """
     transaction.at(Phase.TAKEOVER, 0, -1)
     with stage("verify"):
-        picture = retained.picture()
-        plan = recovery.plan([picture], retained.layout.order)
+        plan = recovery.plan(gather(retained.picture()), retained.layout.order)
         if plan.action is Action.FILL:
             return Recovered(plan, None)
         if plan.action is Action.REFUSE:
-            raise errors.UnrecoverableError(f"{plan.reason}; the retained state is kept, restore from a checkpoint or stop the job with `leto stop`")
+            raise errors.UnrecoverableError(
+                f"{plan.reason}; the retained state is kept, restore from a checkpoint or stop the job with `leto stop`"
+            )
+        placed = plan.first[rank] if plan.action is Action.ROLL_FORWARD else 0
         retained.log.repair()
         lost = retained.metadata.lost()
         for piece in retained.layout.pieces if lost else ():
             if touches(lost, "host", *retained.guard.host_range(piece)):
                 retained.guard.invalidate(piece)
-        repaired = _repair_pages(retained, plan)
+        repaired = _repair_pages(retained, transaction, plan, placed)
     with stage("roll_forward"):
         if plan.action is Action.REVOKE:
             retained.log.write(Point.REVOKE, Record(Kind.REVOKE, transaction.epoch, plan.target))
         commit = plan.target - 1
         if plan.action is Action.ROLL_FORWARD:
             assert plan.intent is not None
-            if plan.copy_to:
+            if rank in plan.copy_to:
                 retained.log.write(Point.INTENT_COPY, plan.intent)
-            transaction.update(plan.target, plan.intent, plan.first[0])
+            transaction.update(plan.target, plan.intent, placed)
             transaction.commit(plan.target, plan.intent)
             transaction.drain(plan.target)
             commit = plan.target
@@ -73,9 +84,9 @@ def recover(retained: Retained, transaction: Transaction, stage: Stage = lambda 
     return Recovered(plan, commit, repaired)
 
 
-def _versions(retained: Retained, plan: Plan) -> list[tuple[Piece, int, bool]]:
-    """(piece, version of its data, whether staging may hold its block) for every piece, given the plan."""
-    marked = set(list(retained.layout.order(plan.target))[: plan.first[0]]) if plan.action is Action.ROLL_FORWARD else set()
+def _versions(retained: Retained, plan: Plan, placed: int) -> list[tuple[Piece, int, bool]]:
+    """(piece, version of its data, whether staging may hold its block) for every piece, when `placed` chunks of the plan's target are in place."""
+    marked = set(list(retained.layout.order(plan.target))[:placed])
     found = []
     for piece in retained.layout.pieces:
         if piece.chunk is None:
@@ -88,11 +99,11 @@ def _versions(retained: Retained, plan: Plan) -> list[tuple[Piece, int, bool]]:
     return found
 
 
-def _repair_pages(retained: Retained, plan: Plan) -> int:
+def _repair_pages(retained: Retained, transaction: Transaction, plan: Plan, placed: int) -> int:
     """Rebuilds what is on the LOST list or fails its checksum. Both tiers of the list: data pages, and parity that must be encoded again."""
     lost, guard, repaired = retained.metadata.lost(), retained.guard, 0
     staging = retained.layout.by_name["staging"]
-    for piece, version, staged in _versions(retained, plan):
+    for piece, version, staged in _versions(retained, plan, placed):
         address = retained.layout.address(piece, version)
         if staged and touches(lost, "device", staging.offset + piece.staging, piece.guard_bytes):
             staged = False
@@ -100,10 +111,12 @@ def _repair_pages(retained: Retained, plan: Plan) -> int:
         pages = {page for item in lost if item.arena == "device" for page in _pages(item, piece, address)}
         if block is None:
             if pages:
-                raise errors.UnrecoverableError(f"piece {piece.index}: {len(pages)} pages are lost and no parity of step {version} exists; not repairable here, restore from a checkpoint")
+                raise errors.UnrecoverableError(
+                    f"piece {piece.index}: {len(pages)} pages are lost and no parity of step {version} exists; not repairable here, restore from a checkpoint"
+                )
             continue
         parity, checksums = block
-        pages.update(guard.verify(piece, address, checksums))
+        pages.update(int(page) for page in checksum.locate(checksums, transaction.checksums(piece, version)))
         if pages:
             repaired += guard.repair(piece, address, sorted(pages), parity, checksums)
     return repaired
@@ -121,4 +134,3 @@ def _drain_staged(retained: Retained, commit: int) -> None:
 def _pages(lost: LostRange, piece: Piece, address: int) -> range:
     begin, end = max(lost.offset, address), min(lost.offset + lost.nbytes, address + piece.nbytes)
     return range((begin - address) // piece.page_bytes, -(-(end - address) // piece.page_bytes)) if begin < end else range(0)
-

@@ -446,12 +446,18 @@ def _trace(
         if treedef != opt_treedef:
             raise UnsupportedOptimizerError(f"expected an optimizer state that keeps its structure, found {treedef} after {opt_treedef}")
         new_states = [jax.random.key_data(x) if expression.is_key(x.dtype) else x for x in map(jnp.asarray, new_states)]
-        for path, old, new in zip(state_paths, carried, new_states):
-            if (old.shape, old.dtype) != (new.shape, new.dtype):
-                raise UnsupportedOptimizerError(
-                    f"expected optimizer state {path} to stay {expression.aval_text(old.shape, old.dtype)}, found "
-                    f"{expression.aval_text(new.shape, new.dtype)} after one update; fix the dtypes (`mu_dtype=` or the like), since a retained array keeps its own"
-                )
+        for j, (path, old, new) in enumerate(zip(state_paths, carried, new_states)):
+            if (old.shape, old.dtype) == (new.shape, new.dtype):
+                continue
+            if old.shape == new.shape and any(
+                path.endswith(leaf) and p.shape == old.shape for leaf, p, t in zip(paths, params, trainable) if not t
+            ):
+                new_states[j] = old_states[j]  # Adam's moments of integers turn to floating point, for a leaf that is not trained anyway.
+                continue
+            raise UnsupportedOptimizerError(
+                f"expected optimizer state {path} to stay {expression.aval_text(old.shape, old.dtype)}, found "
+                f"{expression.aval_text(new.shape, new.dtype)} after one update; a retained array keeps its dtype, so fix that of the state (`mu_dtype=`)"
+            )
         new_companions = []
         for k, name in enumerate(names):
             for i, old in enumerate(old_companions[k * n : (k + 1) * n]):

@@ -59,7 +59,11 @@ class Transaction:
                 if region.arena == "device" and region.nbytes:
                     self._device.store(Point.FILL_LANES, region.offset, np.zeros(region.nbytes, np.uint8))
             retained.metadata.clear_lost()
-        homes = [*zip(job.param_homes, params, strict=True), *zip(job.opt_homes, opt_state, strict=True), *zip(job.companion_homes, companions, strict=True)]
+        homes = [
+            *zip(job.param_homes, params, strict=True),
+            *zip(job.opt_homes, opt_state, strict=True),
+            *zip(job.companion_homes, companions, strict=True),
+        ]
         homes += [(job.compute_homes[i], copy) for i, copy in zip(job.copied, copies, strict=True)]
         shared: list = [None] * len(self.layout.spec.shared)
         for home, leaf in homes:
@@ -98,8 +102,8 @@ class Transaction:
         self._device.store_record(Point.GRADIENTS_CLEAR, header, Record(Kind.GRADIENTS, self.epoch, 0))
         while True:
             outputs = self._run["compute"](retained.seen_params(step - 1), retained.extras(step - 1), list(batch), key, np.int32(step))
-            self.at(Phase.COMPUTE, step, -1)
             self.drain(step - 1)
+            self.at(Phase.COMPUTE, step, -1)
             damaged = self._scrub(step - 1)
             jax.block_until_ready(outputs)
             if not damaged:
@@ -122,10 +126,18 @@ class Transaction:
         retained = self.retained
         header = retained.header()
         if header is None or (header.step, header.epoch) != (step, self.epoch):
-            raise errors.UnrecoverableError(f"gradient record: expected step {step}, epoch {self.epoch}, found {header}; no intent was stored, the step can be redone")
+            raise errors.UnrecoverableError(
+                f"gradient record: expected step {step}, epoch {self.epoch}, found {header}; no intent was stored, the step can be redone"
+            )
         loss, sumsq = (np.float32(records.bits_float(word)) for word in header.body[:2])
         shared, values, verdict = self._run["decide"](
-            retained.grads, retained.params(step - 1), retained.opt_state(step - 1), retained.companions(step - 1), loss, sumsq, np.int32(step)
+            retained.grads,
+            retained.params(step - 1),
+            retained.opt_state(step - 1),
+            retained.companions(step - 1),
+            loss,
+            sumsq,
+            np.int32(step),
         )
         if int(verdict) == programs.STOP:
             raise errors.NonFiniteLossError(
@@ -136,7 +148,9 @@ class Transaction:
         intent = Record(Kind.INTENT, self.epoch, step, body=(*retained.digest(step), len(self.layout.chunks)))
         retained.log.write(Point.INTENT, intent)
         if intent not in retained.log.read().intents:
-            raise errors.UnrecoverableError(f"step {step}: the intent does not read back from the log; nothing of the update was dispatched")
+            raise errors.UnrecoverableError(
+                f"step {step}: the intent does not read back from the log; nothing of the update was dispatched"
+            )
         return intent
 
     def update(self, step: int, intent: Record, first: int = 0) -> None:
@@ -191,6 +205,10 @@ class Transaction:
             if guard.version(piece) != version:
                 self._encode(piece, commit)
                 guard.drain([piece], version)
+
+    def checksums(self, piece: Piece, commit: int) -> np.ndarray:
+        """Page checksums of a piece as it is now, where `commit` leaves it: uint32[pages, 2]. Cost: reads the piece once, on all cores."""
+        return np.asarray(self._run[programs.checksum_name(piece.row_bytes // 4)](self.retained.words(piece, commit)))
 
     def _encode(self, piece: Piece, commit: int) -> None:
         parity, checksums = self._run[programs.encode_name(piece.row_bytes // 4)](self.retained.words(piece, commit))

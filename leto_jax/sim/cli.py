@@ -63,19 +63,17 @@ def simulate(
             raise UsageError(f"--spares: expected 0 or more, found {spares}")
         share, group = _correlated(correlated)
         model = FailureModel(_mttf(mttf, device_mttf, job, report), hof, arrivals, share, group, repair_secs)
-        runs: list[list[Failure]]
-        if trace is None:
-            horizon_secs = positive(DEFAULT_DAYS if days is None else days, "--days") * SECS_PER_DAY
-            runs = draw_runs(model, job.gpus, horizon_secs, seeds, seed)
-        else:
+        wanted_secs = None if days is None else positive(days, "--days") * SECS_PER_DAY
+        horizon_secs = wanted_secs or DEFAULT_DAYS * SECS_PER_DAY
+        recorded: list[Failure] = []
+        if trace is not None:
             recorded = read_trace(trace, repair_secs)
-            wanted = None if days is None else positive(days, "--days") * SECS_PER_DAY
-            horizon_secs, trace_mttf, trace_hof = trace_statistics(recorded, wanted)
+            horizon_secs, trace_mttf, trace_hof = trace_statistics(recorded, wanted_secs)
             model = replace(model, mttf_secs=trace_mttf, hof_ratio=trace_hof)
-            runs = [recorded]
         setting = Setting(job, _costs(report, takeover, init_growth), model.mttf_secs, model.hof_ratio, interval)
         systems = [find_system(name.strip()) for name in system.split(",")]
         plans = [plan(chosen, setting) for chosen in systems]
+        runs = draw_runs(model, job.gpus, horizon_secs, seeds, seed) if trace is None else [recorded]
         with _progress() as progress:
             task = progress.add_task("simulating", total=len(plans) * len(runs))
             outcomes = [study(numbers, runs, horizon_secs, spares, partial(progress.advance, task)) for numbers in plans]

@@ -26,6 +26,9 @@ class Costs:
     spare_init_secs: float = _cost(35.0, f"{_KIMI}: Gemini+'s init; Leto on a spare is taken to need the same")
     in_place_secs: float = _cost(13.0, f"{_KIMI}: Leto's init at its tuned interval (15 s at Gemini's)")
     updater_overhead: float = _cost(0.006, "paper, OLMoE: RMU lengthens a fault-free iteration by 0.6 %")
+    update_share: float = _cost(
+        111 / 12_683, "paper, OLMoE with RMU: share of an iteration in which an interrupted update is rolled forward"
+    )
     init_growth_secs: float = _cost(0.0, "assumed: no recovery time grows with the cluster; else seconds for each doubling beyond 64 GPUs")
     peer_bytes_per_sec: float = _cost(
         9e9,
@@ -40,7 +43,7 @@ class Costs:
     )
     replay_speedup: float = _cost(1.5, "assumed: localized replay with upstream logs is 1.5 x as fast as training")
     swap_secs: float = _cost(40.0, "PHOENIX's headline: swap below 40 s, at most 512 A100; detection is taken to be included")
-    requalify_secs: float = _cost(600.0, "assumed: a swapped-out node that was operable is a spare again after 10 min")
+    requalify_secs: float = _cost(60.0, "assumed: an operable node that was swapped out is a warm spare again after its own cold init")
     in_step_secs: float = _cost(5.0, "assumed: survivors detect, rebuild their communicators and reduce again in 5 s (ReCoVer gives none)")
 
     def grown(self, secs: float, gpus: int) -> float:

@@ -19,12 +19,12 @@ from leto_jax.sim.spares import SparePool
 class Ledger:
     """Wall time of one run by cause, in integer nanoseconds: the causes add up to `wall_ns` exactly.
 
-    `lost_ns` is the part that failures cost, by the kind of failure; `failures` counts those that struck.
+    `lost_ns` is the part that failures cost, by the kind of failure and by cause; `failures` counts those that struck.
     """
 
     wall_ns: int
     by_cause: dict[Cause, int]
-    lost_ns: dict[Kind, int]
+    lost_ns: dict[Kind, dict[Cause, int]]
     failures: dict[Kind, int]
 
     @property
@@ -103,9 +103,9 @@ class _Job:
 
     def ledger(self) -> Ledger:
         split = self.plan.cycle.split(self.position)
-        by_cause = {cause: sum(self.spent[cause, kind] for kind in Kind) for cause in Cause}
-        by_cause |= {Cause.PRODUCTIVE: split.productive, Cause.OVERHEAD: split.overhead, Cause.CHECKPOINT: split.checkpoint}
-        lost = {kind: sum(self.spent[cause, kind] for cause in Cause) for kind in Kind}
+        fault_free = {Cause.PRODUCTIVE: split.productive, Cause.OVERHEAD: split.overhead, Cause.CHECKPOINT: split.checkpoint}
+        lost = {kind: {cause: self.spent[cause, kind] for cause in Cause if cause not in fault_free} for kind in Kind}
+        by_cause = {cause: fault_free[cause] if cause in fault_free else sum(lost[kind][cause] for kind in Kind) for cause in Cause}
         return Ledger(self.now, by_cause, lost, {kind: self.failures[kind] for kind in Kind})
 
     def _fall_back(self, resume: Resume, kind: Kind) -> None:

@@ -21,6 +21,8 @@ CAUSE_COLOURS = {
     Cause.DEGRADED: "#bab0ac",
 }
 
+LABEL_BOX = {"facecolor": "white", "edgecolor": "none", "pad": 1.0}
+
 
 def badput_bars(axes: "Axes", labels: Sequence[str], shares: Sequence[dict[str, float]]) -> None:
     """One horizontal bar for each label: per cent of wall time lost by cause; the number behind a bar is the ETTR.
@@ -37,7 +39,9 @@ def badput_bars(axes: "Axes", labels: Sequence[str], shares: Sequence[dict[str, 
         axes.barh(rows, widths, left=left, color=colour, label=cause.value.replace("_", " "), height=0.68)
         left = [a + b for a, b in zip(left, widths, strict=True)]
     for row, (end, share) in enumerate(zip(left, shares, strict=True)):
-        axes.text(end + max(left) * 0.012, row, f"{100 * share[Cause.PRODUCTIVE.value]:.1f} %", va="center", fontsize=9)
+        axes.text(
+            end + max(left) * 0.012, row, f"{100 * share[Cause.PRODUCTIVE.value]:.1f} %", va="center", fontsize=9, zorder=3, bbox=LABEL_BOX
+        )
     axes.set_yticks(rows, labels)
     axes.invert_yaxis()
     axes.set_xlim(0, max(left) * 1.14 or 1)

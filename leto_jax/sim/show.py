@@ -123,7 +123,7 @@ class Shown:
 
 def _each(outcome: Outcome, kind: str) -> str:
     count = outcome.failures_by_kind[kind]
-    return f"{outcome.lost_secs_by_kind[kind] / count:.1f}" if count else "-"
+    return f"{outcome.lost_secs(kind) / count:.1f}" if count else "-"
 
 
 def _lost(outcome: Outcome) -> str:

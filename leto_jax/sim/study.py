@@ -30,8 +30,12 @@ class Outcome:
     ettr: float
     ettr_ci95: float | None
     secs_by_cause: dict[str, float]
-    lost_secs_by_kind: dict[str, float]
+    lost_secs_by_kind: dict[str, dict[str, float]]
     failures_by_kind: dict[str, float]
+
+    def lost_secs(self, kind: str) -> float:
+        """Mean time that failures of a kind ('hof', 'node') cost in one run, all causes together."""
+        return sum(self.lost_secs_by_kind[kind].values())
 
 
 def draw_runs(model: FailureModel, gpus: int, horizon_secs: float, seeds: int, seed: int = 0) -> list[list[Failure]]:
@@ -69,7 +73,12 @@ def summarise(plan: Plan, ledgers: Sequence[Ledger]) -> Outcome:
         ettr=fmean(ettrs),
         ettr_ci95=half_width(ettrs),
         secs_by_cause={cause.value: fmean(to_secs(ledger.by_cause[cause]) for ledger in ledgers) for cause in Cause},
-        lost_secs_by_kind={kind.name.lower(): fmean(to_secs(ledger.lost_ns[kind]) for ledger in ledgers) for kind in Kind},
+        lost_secs_by_kind={
+            kind.name.lower(): {
+                cause.value: fmean(to_secs(ledger.lost_ns[kind][cause]) for ledger in ledgers) for cause in ledgers[0].lost_ns[kind]
+            }
+            for kind in Kind
+        },
         failures_by_kind={kind.name.lower(): fmean(ledger.failures[kind] for ledger in ledgers) for kind in Kind},
     )
 

@@ -87,10 +87,6 @@ class System:
     needs_experts: bool = False
 
 
-ROLL_FORWARD_SHARE = 0.009
-"""Share of an iteration spent in the update phase (paper, OLMoE with RMU: 111 of 12,683 ms)."""
-
-
 def plan(system: System, setting: Setting) -> Plan:
     """The numbers of `system` in `setting`: a pure function.
 
@@ -110,7 +106,7 @@ def plan(system: System, setting: Setting) -> Plan:
         interval=interval(system, setting),
         stall_ns=to_ns(checkpoint.cost_secs),
         lag_ns=to_ns(checkpoint.lag_secs),
-        update_ns=to_ns(setting.iteration_secs * ROLL_FORWARD_SHARE) if system.rolls_forward else 0,
+        update_ns=to_ns(setting.iteration_secs * setting.costs.update_share) if system.rolls_forward else 0,
     )
     return Plan(
         system=system.name,

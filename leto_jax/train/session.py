@@ -79,7 +79,11 @@ class _Takeover:
 
 
 class Session:
-    """See `session`. Iterating yields (step number, batch); `state` is the current State; `replayed` says that this step was already done."""
+    """See `session`. Iterating yields (step number, batch).
+
+    state: the current State. replayed: this step was already done, `s.step` returns what is retained. step_secs: how long each step that
+    this process computed took, in seconds.
+    """
 
     def __init__(self, init: Callable, step: TrainStep, dataset: Any, key: jax.Array, steps: int, warm: tuple, protection: Protection):
         self._init, self._step, self._dataset, self._key, self.steps, self._warm, self._protection = init, step, dataset, key, steps, warm, protection
@@ -87,7 +91,9 @@ class Session:
         self._member: Member | None = None
         self._control: Control | None = None
         self._entered = self._iterated = False
+        self._current: int | None = None
         self.replayed = False
+        self.step_secs: list[float] = []
 
     # Entering ---------------------------------------------------------------------------------------------------------------------
 
@@ -299,6 +305,7 @@ class Session:
         self._transaction.step(step, leaves, self._key_data)
         end = time.monotonic_ns()
         self._commit = step
+        self.step_secs.append((end - begin) / 1e9)
         old, self.state = self.state, State(self._retained, step)
         old.die()
         if self._control is not None:

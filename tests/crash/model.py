@@ -8,6 +8,7 @@ Invariants, each with the fault that it guards against:
   * both log copies agree before anything acts on a record                   (acting on one copy, then losing it)
   * LOST of a page that cannot be decoded is cleared after the revocation    (rolling forward with a fresh, empty gradient page)
   * a host parity row goes before a staged one; a revocation voids staging   (parity of a chunk that was in flight when it was revoked)
+  * staging counts with the marks of its step only, lost staging is rewritten (after a fill, or a cleared LOST, it holds nothing)
   * the drain ends before the next intent                                    (staging overwritten while the host has no current row)
   * a fill empties logs and versions between FILLING and LIVE, and has a generation that all ranks compare (records of another life)
 """
@@ -337,6 +338,11 @@ class Rank:
         count = (*got, False).index(False)
         return None if any(got[count:]) else count
 
+    def staged(self, step) -> bool:
+        """Whether commit `step` came from an update, which wrote staging, and not from a fill."""
+        intent = self.intent(step)
+        return bool(intent) and self.marks(intent) == len(self.layout.chunks)
+
     def orphan_marks(self, step, intents) -> bool:
         """A mark of `step` that belongs to none of the intents that are known."""
         crcs = {i.crc for i in intents}
@@ -643,7 +649,7 @@ def repair_lanes(r: Rank, plan: Plan, dry=False):
     marked = lay.order(intent.step)[:r.marks(intent)] if intent and here < plan.step else []
     for c, chunk in enumerate(lay.chunks):
         version = plan.step if c in marked else here
-        staged = c in marked or (here == plan.step and plan.action in ("roll", "redo") and not plan.revoked)
+        staged = c in marked or (r.staged(here) and here == plan.step and plan.action in ("roll", "redo") and not plan.revoked)
         rows, at = parity_rows(r, c, version, staged), 0
         for name, _, first, size in lay.pieces(chunk, version):
             row_bytes = size // lay.d
@@ -740,6 +746,8 @@ def recover(r: Rank, source: Source, refill=False):
         stale = any(r.version(c, tier) != plan.step for tier in r.tiers())
         if r.any_lost("parity", first, size) or (stale and (void or r.any_lost("staging", first, size))):
             yield from encode_to_host(r, c, plan.step)
+        if r.any_lost("staging", first, size):                 # else it would be taken for current, by derivation, once LOST is gone
+            yield r.put("staging", first, r.encoded(c, plan.step))
     for name in r.mem:
         yield from clear(r, name)
     return epoch, plan

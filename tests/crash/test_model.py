@@ -129,7 +129,7 @@ def every_crash(seed, ranks, modes=MODES, small=False):
     assert met["redo"] and met["roll"] and not set(met) - {"redo", "roll"}
 
 
-@pytest.mark.parametrize(("seed", "ranks"), [(2, 1), (3, 1), (4, 1), (1, 1), (11, 2), (6, 3)])
+@pytest.mark.parametrize(("seed", "ranks"), [(3, 1), (4, 1), (15, 1), (1, 2), (6, 3)])
 def test_crash_at_every_store_of_three_steps(seed, ranks):
     every_crash(seed, ranks)
 
@@ -218,7 +218,7 @@ LOSSES = {"lane": NEVER, "staging": NEVER, "parity": NEVER, "log/0": NEVER, "log
           "extras": ACTIVE, "scalars": ACTIVE}
 
 
-def every_loss(seed, ranks, prefix, stride=1, nested=False):
+def every_loss(seed, ranks, prefix, stride=1, most=10**9, nested=False):
     job, states = start(seed, ranks, small=True, steps=2)
     job, met, rng = live(job), Counter(), random.Random(seed)
     for n in range(1, stores(job, states) + 1, stride):
@@ -227,7 +227,8 @@ def every_loss(seed, ranks, prefix, stride=1, nested=False):
             crashed.train(Machine(1, n, "torn"), max(states))
         marked = any(r.commit() == step + 1 or ((i := r.intent(step + 1)) and r.marks(i)) for r in crashed.ranks
                      for step in [min(r.commit() for r in crashed.ranks)])
-        for loss in pages(crashed, prefix):
+        candidates = pages(crashed, prefix)
+        for loss in rng.sample(candidates, min(most, len(candidates))):
             hurt = crashed.copy()
             lose(hurt, [loss], rng)
             machines = [Machine(2, rng.randrange(1, 40), "torn") for _ in range(rng.randrange(4))] if nested else []
@@ -246,7 +247,7 @@ def every_loss(seed, ranks, prefix, stride=1, nested=False):
 @pytest.mark.parametrize("prefix", LOSSES)
 @pytest.mark.parametrize(("seed", "ranks"), [(0, 1), (1, 2)])
 def test_one_lost_page_at_any_time(seed, ranks, prefix):
-    met = every_loss(seed, ranks, prefix, stride=3)
+    met = every_loss(seed, ranks, prefix, stride=2, most=6)
     assert met["redo"] + met["roll"] + met["revoke"]
     assert prefix != "grads" or met["revoke"]
 
@@ -264,7 +265,7 @@ def test_more_lost_than_parity_rows_is_refused_and_both_log_copies_too():
     job, states = start(2, 1, steps=2)
     job, rng = live(job), random.Random(0)
     chunk = job.layout.chunks[0]
-    name, _, first, size = next(job.layout.pieces(chunk, min(states)))
+    name, _, first, size = job.layout.pieces(chunk, min(states))[0]
     group = [(0, name, (first + i * size // job.layout.d) // PAGE) for i in range(job.layout.d)]
     assert job.layout.h1 < job.layout.d
     kept = job.copy()
@@ -284,12 +285,11 @@ def random_history(seed):
     rng = random.Random(seed)
     ranks = rng.choice([1, 1, 2, 3])
     job, states = start(seed, ranks, small=rng.random() < 0.5, steps=8)
-    first, met, budget = job.source, Counter(), 12
-    refill, weights = False, list(LOSSES)
+    first, met, budget, refill = job.source, Counter(), 12, False
 
     def inject(job):
         for _ in range(rng.choice([0, 0, 1, 1, 2, 3])):
-            loss = rng.choice(pages(job, rng.choice(weights)))
+            loss = rng.choice(pages(job, rng.choice(list(LOSSES))))
             lose(job, [loss], rng)
             met["lost " + loss[1].split("/")[0]] += 1
 

@@ -194,6 +194,13 @@ def test_reserve_gives_real_pages_and_a_sealed_size():
         os.close(fd)
 
 
+def test_reserve_on_a_kernel_before_6_3(monkeypatch):
+    monkeypatch.setattr(memory, "_MFD_NOEXEC_SEAL", 0x4000)
+    fd = memory.reserve("old", 4096)
+    assert memory.has_sealed_size(fd)
+    os.close(fd)
+
+
 def test_reserve_refuses_before_it_takes_and_again_on_the_way(tmp_path):
     files = {"proc/self/cgroup": "0::/\n", "proc/self/mountinfo": V2_MOUNT.format(root="/"), **v2("", str(GIB), 0)}
     root = tree(tmp_path, files)

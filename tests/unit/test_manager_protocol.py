@@ -18,6 +18,7 @@ import pytest
 from leto_jax import errors
 from leto_jax.errors import DeadlineError, JobError, LetoError, MemoryBudgetError, ProtocolError, UsageError
 from leto_jax.manager import protocol
+from leto_jax.manager.hub import exited
 
 
 def soon(secs: float = 5.0) -> float:
@@ -297,6 +298,29 @@ def test_peer_identity(pair):
     os.close(fd)
 
 
+def test_peer_identity_on_a_kernel_before_6_5(pair, monkeypatch):
+    monkeypatch.setattr(protocol, "_SO_PEERPIDFD", 9999)
+    fd = protocol.peer_pidfd(pair[0])
+    assert f"Pid:\t{os.getpid()}\n" in Path(f"/proc/self/fdinfo/{fd}").read_text()
+    os.close(fd)
+
+
+def test_a_peer_that_is_dead_is_told(tmp_path):
+    sock, _ = protocol.listen(tmp_path / "s")
+    code = f"import socket; socket.socket(socket.AF_UNIX).connect({str(tmp_path / 's')!r})"
+    subprocess.run([sys.executable, "-S", "-c", code], check=True)
+    accepted, _ = sock.accept()
+    with sock, accepted:
+        try:  # newer kernels give the pidfd of a dead process, which is readable at once
+            fd = protocol.peer_pidfd(accepted)
+        except ProtocolError as error:
+            found = str(error)
+        else:
+            found = "is dead" if exited(fd) else "lives"
+            os.close(fd)
+    assert "is dead" in found
+
+
 def test_listen_and_connect(tmp_path):
     path = tmp_path / "s"
     with pytest.raises(JobError, match="the manager is not running: there is no socket at"):
@@ -358,7 +382,8 @@ def test_nothing_here_imports_jax_or_numpy():
     code = """if True:
         import sys
         from leto_jax.manager import client, fence, hub, limits, memory, protocol, runtime, server, store
-        found = sorted(name for name in sys.modules if name.split(".")[0] in ("jax", "jaxlib", "numpy", "psutil", "pickle", "multiprocessing"))
+        heavy = {"jax", "jaxlib", "numpy", "psutil", "pickle", "multiprocessing"}
+        found = sorted(name for name in sys.modules if name.split(".")[0] in heavy)
         assert not found, found
     """
     subprocess.run([sys.executable, "-c", code], check=True, timeout=60)

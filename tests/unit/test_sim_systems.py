@@ -139,7 +139,7 @@ DENSE = ("leto-no-shadow", "gemini", "gemini+", "sync")
 
 @pytest.mark.parametrize(("hof", "rivals"), [(1.0, (*DENSE, "async", "moevement", "moevement+", "phoenix")), (0.5, DENSE)])
 def test_leto_is_ahead_on_the_papers_workload(hof, rivals):
-    """Of everything when all failures are HOFs; at half of them only of those that checkpoint as it does: sparse checkpoints are cheaper."""
+    """Of everything when all failures are HOFs; at half of them of those that checkpoint as it does, not of sparse checkpoints."""
     runs = draw_runs(FailureModel(600.0, hof), KIMI.gpus, 10 * DAY, seeds=4)
     ettr = {name: study(plan(SYSTEMS[name], setting(hof=hof)), runs, 10 * DAY).ettr for name in ("leto", *rivals)}
     for rival in rivals:

@@ -7,6 +7,7 @@ from leto_jax.sim.systems.parts import grown_ns, peer_memory_checkpoint, warm_sp
 from leto_jax.sim.units import to_ns
 
 SOURCE = "Leto (arXiv 2610.00687)"
+COMMON = ("spare_init_secs", "updater_overhead", "update_share", "init_growth_secs", "peer_bytes_per_sec")
 CHECKPOINT_NOTE = "checkpoints cost Leto what they cost Gemini: the paper's ETTR column fits one cost for all three"
 
 
@@ -34,7 +35,7 @@ LETO = System(
     overhead=updater_overhead,
     checkpoint=peer_memory_checkpoint,
     recoveries={Kind.HOF: shadow_takes_over, Kind.NODE: warm_spare},
-    uses=("in_place_detect_secs", "in_place_secs", "spare_init_secs", "updater_overhead", "init_growth_secs", "peer_bytes_per_sec"),
+    uses=("in_place_detect_secs", "in_place_secs", *COMMON),
     notes=(CHECKPOINT_NOTE,),
     rolls_forward=True,
 )
@@ -46,7 +47,7 @@ LETO_WITHOUT_SHADOW = System(
     overhead=updater_overhead,
     checkpoint=peer_memory_checkpoint,
     recoveries={Kind.HOF: new_process_attaches, Kind.NODE: warm_spare},
-    uses=("cold_init_secs", "spare_init_secs", "updater_overhead", "init_growth_secs", "peer_bytes_per_sec"),
+    uses=("cold_init_secs", *COMMON),
     notes=(CHECKPOINT_NOTE, "without a shadow an HOF costs Gemini's whole init, though nothing is loaded"),
     rolls_forward=True,
 )

@@ -1,0 +1,185 @@
+"""Trains a byte-level language model on the sources of Python's standard library, which every machine has.
+
+    uv run leto run experiments/train_lm.py --steps 60      # protected
+    uv run python experiments/train_lm.py --steps 60        # the same programs, the same final digest
+"""
+
+from __future__ import annotations
+
+import datetime
+import hashlib
+import importlib.metadata
+import json as jsonlib
+import subprocess
+import sys
+import sysconfig
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Annotated, Any
+
+import jax
+import numpy as np
+import optax
+import typer
+from flax import nnx
+
+import leto_jax as leto
+
+CORPUS_BYTES = 2_000_000  # reading more would delay every shadow
+HELD_OUT_BYTES = 100_000
+EVAL_BATCHES = 4
+
+
+class Block(nnx.Module):
+    """Pre-norm transformer block: causal self-attention and MLP, dropout on both branches."""
+
+    def __init__(self, width: int, heads: int, dropout: float, *, rngs: nnx.Rngs):
+        self.heads = heads
+        self.norm1, self.norm2 = nnx.LayerNorm(width, rngs=rngs), nnx.LayerNorm(width, rngs=rngs)
+        self.qkv = nnx.Linear(width, 3 * width, use_bias=False, rngs=rngs)
+        self.out = nnx.Linear(width, width, use_bias=False, rngs=rngs)
+        self.up, self.down = nnx.Linear(width, 4 * width, rngs=rngs), nnx.Linear(4 * width, width, rngs=rngs)
+        self.drop1, self.drop2 = nnx.Dropout(dropout, rngs=rngs), nnx.Dropout(dropout, rngs=rngs)
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        batch, length, width = x.shape
+        qkv = self.qkv(self.norm1(x)).reshape(batch, length, 3, self.heads, width // self.heads)
+        attended = jax.nn.dot_product_attention(qkv[:, :, 0], qkv[:, :, 1], qkv[:, :, 2], is_causal=True)
+        x = x + self.drop1(self.out(attended.reshape(x.shape)))
+        return x + self.drop2(self.down(jax.nn.gelu(self.up(self.norm2(x)))))
+
+
+class ByteLM(nnx.Module):
+    """Decoder-only transformer over bytes; the embedding is also the output layer."""
+
+    def __init__(self, width: int, depth: int, heads: int, context: int, dropout: float, *, rngs: nnx.Rngs):
+        normal = nnx.initializers.normal(0.02)
+        self.embed = nnx.Embed(256, width, embedding_init=normal, rngs=rngs)
+        self.position = nnx.Param(normal(rngs.params(), (context, width)))
+        self.blocks = nnx.List([Block(width, heads, dropout, rngs=rngs) for _ in range(depth)])
+        self.norm = nnx.LayerNorm(width, rngs=rngs)
+
+    def __call__(self, tokens: jax.Array) -> jax.Array:
+        x = self.embed(tokens) + self.position[...]
+        for block in self.blocks:
+            x = block(x)
+        return self.embed.attend(self.norm(x))
+
+
+def loss(model: ByteLM, batch: jax.Array) -> jax.Array:
+    """Mean cross-entropy in nats per byte. batch: uint8[batch, context + 1]."""
+    tokens = batch.astype("int32")
+    return optax.softmax_cross_entropy_with_integer_labels(model(tokens[:, :-1]), tokens[:, 1:]).mean()
+
+
+def read_corpus() -> np.ndarray:
+    """uint8[CORPUS_BYTES]: the modules of the standard library in order of their names, end to end."""
+    parts, size = [], 0
+    for path in sorted(Path(sysconfig.get_path("stdlib")).glob("*.py")):
+        if size >= CORPUS_BYTES:
+            break
+        parts.append(path.read_bytes())
+        size += len(parts[-1])
+    return np.frombuffer(b"".join(parts)[:CORPUS_BYTES], np.uint8)
+
+
+def windows(text: np.ndarray, batch: int, context: int, seed: int) -> Callable[[int], np.ndarray]:
+    """f(step) -> uint8[batch, context + 1]: windows at random places of `text`, a pure function of (seed, step)."""
+
+    def batch_of(step: int) -> np.ndarray:
+        starts = np.random.default_rng([seed, step]).integers(0, len(text) - context, batch)
+        return np.stack([text[start : start + context + 1] for start in starts])
+
+    return batch_of
+
+
+def optimizer(steps: int, rate: float) -> optax.GradientTransformation:
+    """AdamW with clipping by global norm and a warm-up cosine schedule; biases and norms are not decayed."""
+    schedule = optax.warmup_cosine_decay_schedule(0.0, rate, min(20, steps // 2 + 1), max(steps, 2), rate / 10)
+    matrices = lambda params: jax.tree.map(lambda p: p.ndim > 1, params)
+    return optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(schedule, b2=0.95, weight_decay=0.1, mask=matrices))
+
+
+def result(settings: dict[str, Any], rows: list[dict[str, Any]], **more: Any) -> dict[str, Any]:
+    """The JSON form of a run. rows: the steps that this process ran; a trainer that died took its own with it."""
+    commit = subprocess.run(["git", "rev-parse", "HEAD"], cwd=Path(__file__).parent, capture_output=True, text=True, check=False).stdout.strip()
+    versions = {name: importlib.metadata.version(name) for name in ("jax", "jaxlib", "flax", "optax", "numpy")}
+    return {
+        "name": "train_lm",
+        "created": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
+        "commit": commit,
+        "versions": {"python": sys.version.split()[0], **versions},
+        "device": jax.local_devices()[0].device_kind,
+        "seed": settings["seed"],
+        "settings": settings,
+        **more,
+        "rows": rows,
+        "targets": [],
+    }
+
+
+def main(
+    steps: Annotated[int, typer.Option(min=1, help="Training steps.")] = 60,
+    width: Annotated[int, typer.Option(min=1, help="Width of the residual stream, a multiple of --heads.")] = 320,
+    depth: Annotated[int, typer.Option(min=1, help="Transformer blocks.")] = 8,
+    heads: Annotated[int, typer.Option(min=1, help="Attention heads.")] = 5,
+    context: Annotated[int, typer.Option(min=1, max=HELD_OUT_BYTES // 2, help="Bytes that the model sees.")] = 256,
+    batch: Annotated[int, typer.Option(min=1, help="Windows in a batch.")] = 16,
+    rate: Annotated[float, typer.Option(min=0.0, help="Peak learning rate.")] = 1e-3,
+    dropout: Annotated[float, typer.Option(min=0.0, max=0.9, help="Dropout rate.")] = 0.1,
+    seed: Annotated[int, typer.Option(min=0, help="Seed of initial values, dropout and batches.")] = 0,
+    device: Annotated[str, typer.Option(help="cpu; gpu comes in a later version.")] = "cpu",
+    log_every: Annotated[int, typer.Option(min=1, help="Steps between printed losses.")] = 1,
+    eval_every: Annotated[int, typer.Option(min=0, help="Steps between evaluations on held-out text; 0: none.")] = 0,
+    sleep_secs: Annotated[float, typer.Option(min=0.0, help="Pause after each step, for demonstrations.")] = 0.0,
+    json: Annotated[Path | None, typer.Option(help="Write the result to this file.")] = None,
+) -> None:
+    """Trains a byte-level language model on the sources of Python's standard library."""
+    settings = {name: value for name, value in locals().items() if name != "json"}
+    if device not in ("cpu", "gpu"):
+        raise typer.BadParameter(f"--device: expected cpu or gpu, found {device!r}")
+    if device == "gpu":
+        raise typer.BadParameter("--device gpu: retained GPU memory is not in this version; use --device cpu")
+    if width % heads:
+        raise typer.BadParameter(f"--width: expected a multiple of --heads {heads}, found {width}")
+    jax.config.update("jax_platforms", "cpu")
+
+    corpus = read_corpus()
+    train, held_out = corpus[:-HELD_OUT_BYTES], corpus[-HELD_OUT_BYTES:]
+    init, loss_fn = leto.flax.nnx(lambda rngs: ByteLM(width, depth, heads, context, dropout, rngs=rngs), loss)
+    step = leto.TrainStep(loss_fn, optimizer(steps, rate))
+
+    @jax.jit
+    def evaluate(state: leto.State, batch: jax.Array) -> jax.Array:
+        model = loss_fn.model(state.params, state.extras)
+        model.eval()
+        return loss(model, batch)
+
+    warm = [evaluate] if eval_every else []
+    examples = windows(held_out, batch, context, seed)
+    with leto.session(init, step, windows(train, batch, context, seed), key=jax.random.key(seed), steps=steps, warm=warm) as s:
+        state, rows, sha256 = s.state, [], hashlib.sha256(corpus).hexdigest()
+        parameters = sum(x.size for x in jax.tree.leaves(state.params))
+        print(f"train_lm: {parameters / 1e6:.2f} M parameters, corpus sha256:{sha256} ({len(corpus)} bytes)", file=sys.stderr, flush=True)
+        for t, tokens in s:
+            state, metrics = s.step(state, tokens)
+            if not s.replayed:
+                rows.append({"step": t, "loss": float(metrics["loss"]), "secs": s.step_secs[-1]})
+            if t % log_every == 0 or t == steps:
+                print(f"step {t} loss {float(metrics['loss']):.6f}", flush=True)
+            if eval_every and t % eval_every == 0:
+                with s.section("eval", timeout_secs=600):
+                    losses = [float(evaluate(state, examples(n))) for n in range(EVAL_BATCHES)]
+                print(f"step {t} held-out loss {np.mean(losses):.6f}", flush=True)
+            time.sleep(sleep_secs)
+    if json is not None:
+        found = result(settings, rows, parameters=parameters, corpus={"sha256": sha256, "bytes": len(corpus)})
+        json.parent.mkdir(parents=True, exist_ok=True)
+        json.write_text(jsonlib.dumps(found, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
+    app.command()(main)
+    app()

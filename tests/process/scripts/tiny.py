@@ -1,0 +1,146 @@
+"""A training script that is small, and that misbehaves on request. Everything before `session` is idempotent, as a shadow runs it too."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from jax.extend.backend import clear_backends
+
+import leto_jax as leto
+
+CLASSES, INPUTS, BATCH = 10, 64, 8
+RATE = 1e-2
+
+
+def options() -> argparse.Namespace:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--steps", type=int, default=6)
+    parser.add_argument("--width", type=int, default=256)
+    parser.add_argument("--data", choices=("function", "grain"), default="function")
+    parser.add_argument("--non-finite", default="stop")
+    parser.add_argument("--pause-secs", type=float, default=0.0, help="after each step that is not replayed")
+    parser.add_argument("--limit", type=Path, help="file with a number: the body of that step waits until it is raised")
+    parser.add_argument("--workers", action="store_true", help="data workers: forked, forked into a session of its own, started and left alone")
+    parser.add_argument("--frozen-gib", type=int, default=0, help="a leaf so large that is never changed, and never made")
+    for name in ("nan", "odd-batch", "clear-backends", "sleep", "section", "dead-state", "no-step", "child"):
+        parser.add_argument(f"--{name}-at", type=int, default=0, metavar="STEP")
+    parser.add_argument("--raise-at", type=int, default=-1, metavar="STEP", help="0: before the session")
+    parser.add_argument("--sleep-secs", type=float, default=0.0)
+    parser.add_argument("--no-session", choices=("wait", "end"))
+    parser.add_argument("--distributed", action="store_true")
+    return parser.parse_args()
+
+
+def model(width: int, frozen_gib: int):
+    def init(key):
+        keys = jax.random.split(key, 3)
+        sizes = (INPUTS, width, width, CLASSES)
+        params = {f"w{n}": jax.random.normal(k, pair) * 0.1 for n, (k, pair) in enumerate(zip(keys, zip(sizes, sizes[1:])))}
+        params["b"] = jnp.zeros((width,))
+        if frozen_gib:
+            params["frozen"] = jnp.zeros((frozen_gib, 1 << 28))
+        return params, {"steps": jnp.zeros((), jnp.int32)}
+
+    def loss_fn(params, extras, batch, key):
+        hidden = jnp.tanh(batch["x"] @ params["w0"] + params["b"])
+        hidden = jnp.tanh(hidden @ params["w1"]) * jax.random.bernoulli(key, 0.9, (width,))
+        loss = jnp.mean((hidden @ params["w2"] - batch["y"]) ** 2)
+        return loss, ({"steps": extras["steps"] + 1}, {"double": 2 * loss})
+
+    return init, loss_fn
+
+
+def optimizer(frozen: bool):
+    decayed = optax.adamw(optax.linear_schedule(0.0, RATE, 8), mask=lambda params: jax.tree.map(lambda leaf: leaf.ndim > 1, params))
+    tx = optax.chain(optax.clip_by_global_norm(1.0), decayed)
+    if not frozen:
+        return tx
+    labels = lambda params: {name: "frozen" if name == "frozen" else "trained" for name in params}
+    return optax.multi_transform({"trained": tx, "frozen": optax.set_to_zero()}, labels)
+
+
+def dataset(args: argparse.Namespace):
+    def batch(step: int):
+        rng = np.random.default_rng(step)
+        count = BATCH - 1 if step == args.odd_batch_at else BATCH
+        x, y = rng.normal(size=(count, INPUTS)).astype(np.float32), rng.normal(size=(count, CLASSES)).astype(np.float32)
+        if step == args.nan_at:
+            x[0, 0] = np.nan
+        return {"x": x, "y": y}
+
+    if args.data == "function":
+        return batch
+    import grain.python as grain
+
+    return grain.MapDataset.range(1, 1000).shuffle(seed=1).map(batch).to_iter_dataset()
+
+
+def start_workers() -> None:
+    """What data pipelines start: processes that know nothing of leto and sleep on."""
+    for own_session in (False, True):
+        if os.fork() == 0:
+            if own_session:
+                os.setsid()
+            time.sleep(600)
+            os._exit(0)
+    forget = "import subprocess; subprocess.Popen(['sleep', '600'], start_new_session=True)"
+    subprocess.run([sys.executable, "-S", "-c", forget], check=True, start_new_session=True)
+
+
+def wait_for_limit(path: Path, step: int) -> None:
+    while not (path.exists() and int(path.read_text() or 0) > step):
+        time.sleep(0.005)
+
+
+def main() -> None:
+    args = options()
+    if args.raise_at == 0:
+        raise ValueError("raised before the session")
+    if args.no_session:
+        time.sleep(600 if args.no_session == "wait" else 0)
+        return
+    if args.distributed:
+        jax.distributed.initialize("localhost:0", num_processes=1, process_id=0)
+    if args.workers:
+        start_workers()
+    init, loss_fn = model(args.width, args.frozen_gib)
+    step = leto.TrainStep(loss_fn, optimizer(args.frozen_gib > 0), non_finite=args.non_finite)
+    protection = leto.Protection(chunk_bytes=1 << 17)
+    with leto.session(init, step, dataset(args), key=jax.random.key(0), steps=args.steps, protection=protection) as s:
+        state = s.state
+        for t, batch in s:
+            if t == args.clear_backends_at:
+                clear_backends()
+            if t == args.no_step_at:
+                continue
+            before = state
+            state, metrics = s.step(state, batch)
+            if t == args.dead_state_at:
+                s.step(before, batch)
+            print(f"step {t} loss {float(metrics['loss'])!r}", flush=True)
+            if t == args.raise_at:
+                raise ValueError(f"raised in the body of step {t}")
+            if t == args.sleep_at:
+                time.sleep(args.sleep_secs)
+            if t == args.section_at:
+                with s.section("evaluation", timeout_secs=600):
+                    time.sleep(args.sleep_secs)
+            if t == args.child_at and not s.replayed:
+                subprocess.Popen(["sleep", "600"], start_new_session=True)
+            if not s.replayed:
+                time.sleep(args.pause_secs)
+                if args.limit is not None:
+                    wait_for_limit(args.limit, t)
+
+
+if __name__ == "__main__":
+    main()
