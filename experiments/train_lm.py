@@ -167,12 +167,13 @@ def main(
             if not s.replayed:
                 rows.append({"step": t, "loss": float(metrics["loss"]), "secs": s.step_secs[-1]})
             if t % log_every == 0 or t == steps:
-                print(f"step {t} loss {float(metrics['loss']):.6f}", flush=True)
+                print(f"step {t} loss {float(metrics['loss'])!r}", flush=True)
             if eval_every and t % eval_every == 0:
                 with s.section("eval", timeout_secs=600):
                     losses = [float(evaluate(state, examples(n))) for n in range(EVAL_BATCHES)]
                 print(f"step {t} held-out loss {np.mean(losses):.6f}", flush=True)
-            time.sleep(sleep_secs)
+            if not s.replayed:
+                time.sleep(sleep_secs)
     if json is not None:
         found = result(settings, rows, parameters=parameters, corpus={"sha256": sha256, "bytes": len(corpus)})
         json.parent.mkdir(parents=True, exist_ok=True)

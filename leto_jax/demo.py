@@ -10,6 +10,7 @@ import os
 import re
 import signal
 import statistics
+import struct
 import subprocess
 import sys
 import tempfile
@@ -80,7 +81,7 @@ def main(quick: bool, json_file: Path | None, self_check: bool) -> int:
         steps = int(plan.arguments[plan.arguments.index("--steps") + 1])
         alone_json = Path(directory) / "alone.json"
         reference = _alone(plan, alone_json, progress, steps, end)
-        plain = statistics.median(json.loads(alone_json.read_text())["step_secs"][1:])
+        plain = statistics.median(row["secs"] for row in json.loads(alone_json.read_text())["rows"][1:])
         protected = _protected(plan, job, directory, progress, steps, end)
     events = journal.read(state_root() / job / "journal.jsonl")
     summary = report.summarise(events)
@@ -110,7 +111,8 @@ def _alone(plan: Plan, json_file: Path, progress: Progress, steps: int, end: flo
     task = progress.add_task("reference run, nothing fails", total=steps)
     command = [sys.executable, str(SCRIPT), *plan.arguments, "--json", str(json_file)]
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env={**os.environ, "PYTHONUNBUFFERED": "1"}) as process:
-        assert process.stdout is not None and process.stderr is not None
+        assert process.stdout is not None
+        assert process.stderr is not None
         lines = []
         for line in process.stdout:
             lines.append(line)
@@ -198,8 +200,6 @@ def _losses(text: str) -> dict[int, str]:
 
 def _flip(number: str) -> str:
     """A float's text with its lowest bit flipped."""
-    import struct
-
     (bits,) = struct.unpack("<Q", struct.pack("<d", float(number)))
     return repr(struct.unpack("<d", struct.pack("<Q", bits ^ 1))[0])
 

@@ -47,6 +47,7 @@ from leto_jax.shadow.inject import ANY, KINDS, FailureKind
 from leto_jax.shadow.member import AGENT_SOCKET, control_name
 
 TICK_SECS = 0.02
+PROGRESS_SECS = 30.0
 REPLY_SECS = 2.0
 STEP_WINDOW = 64
 RUN_FILE = "run.json"
@@ -111,6 +112,7 @@ class Agent:
         self._steps: collections.deque[float] = collections.deque(maxlen=STEP_WINDOW)
         self._last_seen_commit = -1
         self._stopped_since = 0
+        self._progress_at = 0.0
         self._exit: tuple[int, str] | None = None
         self._started = time.monotonic()
         self._spawned_at = 0.0
@@ -190,6 +192,8 @@ class Agent:
         assert self._exit is not None
         code, reason = self._exit
         keep = code == policy.GAVE_UP
+        if self._trainer is not None:
+            self._ended(self._trainer)
         for child in (self._shadow, self._trainer):
             if child is not None:
                 self._fence(child)
@@ -352,6 +356,9 @@ class Agent:
         stages = {"detect": (detected_ns - failed_ns) / 1e9, "fence": time.monotonic() - began}
         self.journal.write("fence", rank=0, incarnation=child.incarnation, killed=len(report.killed), remaining=[item._asdict() for item in report.remaining], secs=stages["fence"])
         self._say(f"the trainer failed ({failure.describe()})")
+        if self._pending is not None:  # a failure on the way back: one takeover, counted from the first failure
+            failed_ns, earlier = self._pending.failed_ns, self._pending.stages
+            stages = {name: secs + earlier.get(name, 0.0) for name, secs in stages.items()}
         self._pending = _Pending(failure, failed_ns, stages, lost_secs, injected or kind.value)
         if report.remaining:
             stuck = report.remaining[0]
@@ -412,7 +419,7 @@ class Agent:
         except errors.LetoError as exception:
             self._say(f"the shadow cannot be promoted ({exception}); a new trainer attaches")
             self._fence(shadow)
-            self._trainer = None
+            self._trainer, self._pending.path = None, "cold"
             self._start_trainer("cold")
             return self._metadata.epoch
         set_priority(shadow.pid, 0)
@@ -447,6 +454,9 @@ class Agent:
                 self._steps.append(control[Word.LAST_STEP_NS] / 1e9)
             self._last_seen_commit = commit
             self._write_run_file("running")
+            if time.monotonic() - self._progress_at > PROGRESS_SECS:
+                self._progress_at = time.monotonic()
+                self.journal.write("progress", **self._books(self._trainer))
 
     @property
     def median_step_secs(self) -> float | None:
@@ -490,18 +500,23 @@ class Agent:
             kind, why, since = late
             self._failed(kind, why, (now - since) / 1e9, now)
 
-    def _ended(self, child: Child) -> None:
+    def _books(self, child: Child) -> dict[str, Any]:
+        """What the control words say about the steps of this child."""
         control = self._control
         mine = control[Word.INCARNATION] == child.incarnation
-        self.journal.write(
-            "ended",
-            rank=0,
-            incarnation=child.incarnation,
-            steps=control[Word.STEPS_DONE] if mine else 0,
-            step_secs=control[Word.STEP_NS_TOTAL] / 1e9 if mine else 0.0,
-            stale_secs=control[Word.STALE_NS_TOTAL] / 1e9 if mine else 0.0,
-            alive_secs=time.monotonic() - self._spawned_at,
-        )
+        return {
+            "rank": 0,
+            "incarnation": child.incarnation,
+            "commit": control[Word.COMMIT],
+            "steps": control[Word.STEPS_DONE] if mine else 0,
+            "step_secs": control[Word.STEP_NS_TOTAL] / 1e9 if mine else 0.0,
+            "stale_secs": control[Word.STALE_NS_TOTAL] / 1e9 if mine else 0.0,
+        }
+
+    def _ended(self, child: Child) -> None:
+        books = self._books(child)
+        del books["commit"]
+        self.journal.write("ended", **books, alive_secs=time.monotonic() - self._spawned_at)
 
     # Manager ----------------------------------------------------------------------------------------------------------------------
 
@@ -608,6 +623,7 @@ class Agent:
             self.journal.write("attached", **who, commit=message["commit"], action=message["action"], reason=message["reason"], stages=message["stages"])
         elif name in ("first_step", "takeover"):
             if name == "first_step":
+                self._pending = None  # a trainer that died before its arenas were live: the next one filled them
                 self.journal.write("first_step", **who, commit=message["commit"], secs=message["secs"])
             else:
                 self._takeover_done(child, message)
@@ -636,7 +652,7 @@ class Agent:
             takeover_secs=total - plain,
             detect_secs=pending.failure.detect_secs if pending.failure.detect_secs is not None else pending.stages["detect"],
             stages={**pending.stages, **message["stages"]},
-            lost_steps=int(message["action"] in ("redo", "revoke") and pending.lost_step_secs > 0),
+            lost_steps=int(message["action"] in ("redo", "revoke") and pending.lost_step_secs > 0 and message["commit"] == pending.failure.step + 1),
             compiles=message["compiles"],
             plan=message["action"],
             path=pending.path,

@@ -28,6 +28,7 @@ EVENTS: dict[str, tuple[str, ...]] = {
     "operability": ("operable", "reason"),
     "decision": ("action", "reason", "path", "epoch"),
     "takeover": ("rank", "incarnation", "kind", "phase", "step", "commit", "takeover_secs", "detect_secs", "stages", "lost_steps", "compiles", "plan", "path", "plain_step_secs", "repaired_pages"),
+    "progress": ("rank", "incarnation", "commit", "steps", "step_secs", "stale_secs"),
     "ended": ("rank", "incarnation", "steps", "step_secs", "stale_secs", "alive_secs"),
     "manager": ("pid", "reason"),
     "stopped": ("rank", "incarnation", "reason"),
@@ -42,7 +43,9 @@ class Journal:
     def __init__(self, path: Path):
         path.parent.mkdir(parents=True, exist_ok=True)
         self.path = path
-        self._file = open(path, "ab", buffering=0)  # noqa: SIM115: lives as long as the agent
+        self._file = open(path, "a+b", buffering=0)  # noqa: SIM115 (lives as long as the agent)
+        self._file.seek(0)
+        self._file.truncate(self._file.read().rfind(b"\n") + 1)  # a line that the last agent did not finish
 
     def write(self, event: str, **fields: Any) -> dict[str, Any]:
         """Appends one event, as one write.

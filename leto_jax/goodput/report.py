@@ -33,7 +33,7 @@ from leto_jax.goodput import journal
 from leto_jax.manager.runtime import check_job_name
 
 Event = Mapping[str, Any]
-FIELDS = {**journal.EVENTS, "progress": ("rank", "incarnation", "commit", "steps", "step_secs", "stale_secs")}
+FIELDS = journal.EVENTS
 TAKEOVER_KEYS = ("kind", "phase", "step", "takeover_secs", "detect_secs", "stages", "lost_steps", "compiles", "path")
 BAR_CELLS = 60
 
@@ -428,6 +428,7 @@ LETTERS = {
     "verify": ("V", "verify"),
     "roll_forward": ("R", "roll forward"),
     "data": ("B", "batches"),
+    "body": ("L", "loop body of the replayed step"),
     "rest": ("S", "first step beyond a plain one, and what no stage covers"),
 }
 

@@ -12,7 +12,7 @@ from leto_jax.sim.hardware import find_hardware
 from leto_jax.sim.units import not_negative, positive
 from leto_jax.sim.workload import Model, Parallelism, Workload
 
-HANGS = frozenset({"sigstop", "spin"})
+HANGS = frozenset({"hang", "stopped", "sigstop", "spin"})
 """Failures whose `takeover_secs` begins at detection; `detect_secs` stands apart and is added. All others count from the failure."""
 
 

@@ -71,6 +71,7 @@ class _Takeover:
     """What an attach took, for the journal. Times in CLOCK_MONOTONIC nanoseconds."""
 
     failed_ns: int
+    attached_ns: int
     stages: dict[str, float]
     compiles: int
     action: str
@@ -208,13 +209,13 @@ class Session:
         self._commit = recovered.commit or 0
         filled = self._retained.metadata.latest(Kind.LIFE)
         self._first = filled.step if filled is not None else 0
-        self._takeover = None
-        if recovered.plan.action is not Action.FILL:
-            failed = promotion.failed_ns if promotion is not None else 0
-            self._takeover = _Takeover(failed, stages, compiles, recovered.plan.action.value, recovered.plan.reason, recovered.repaired_pages)
         self.state = State(self._retained, self._commit)
         with stage("data"):
             self._pending = self._reposition()
+        self._takeover = None
+        if recovered.plan.action is not Action.FILL:
+            failed = promotion.failed_ns if promotion is not None else 0
+            self._takeover = _Takeover(failed, time.monotonic_ns(), stages, compiles, recovered.plan.action.value, recovered.plan.reason, recovered.repaired_pages)
         self._rows = _MetricsFile(self._process.job_dir / "metrics.jsonl" if self._process else None, self._commit)
         if self._commit > self._first:
             self._rows.add(self._commit, self._metrics_of(self._retained, self._commit))
@@ -379,6 +380,7 @@ class Session:
         if control[Word.STEPS_DONE] == 1:
             control[Word.FIRST_COMMIT_NS] = end
             if takeover is not None:
+                takeover.stages["body"] = (begin - takeover.attached_ns) / 1e9
                 takeover.stages["first_step"] = (end - begin) / 1e9
                 self._member.event(
                     "takeover",
@@ -417,7 +419,7 @@ class _MetricsFile:
         if path is None:
             return
         path.parent.mkdir(parents=True, exist_ok=True)
-        self._file = open(path, "a+b", buffering=0)  # noqa: SIM115: lives as long as the session
+        self._file = open(path, "a+b", buffering=0)  # noqa: SIM115 (lives as long as the session)
         self._file.seek(0)
         content = self._file.read()
         whole = content.rfind(b"\n") + 1

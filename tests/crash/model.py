@@ -65,6 +65,8 @@ def record(kind, step, epoch=0, a=0, b=0) -> bytes:
 
 def parse(raw, kind) -> Record | None:
     raw = bytes(raw)
+    if raw[0] != kind:
+        return None
     words = struct.unpack("<16I", raw)
     return Record(*words[:5], words[15]) if words[0] == kind and words[15] == zlib.crc32(raw[:60]) else None
 
@@ -300,7 +302,7 @@ class Rank:
 
     def any_lost(self, name, first=0, size=None) -> bool:
         last = len(self.mem[name]) if size is None else first + size
-        return bool(self.lost[name][first // PAGE:-(-last // PAGE)].any())
+        return b"\1" in self.lost[name][first // PAGE:-(-last // PAGE)].tobytes()
 
     def read(self, name, first, size) -> np.ndarray:
         return self.mem[name][first:first + size]
@@ -313,8 +315,13 @@ class Rank:
 
     def log(self, kind, place) -> Record | None:
         """The newer valid one of both copies; a copy with a lost page does not count at all."""
-        found = [r for i in (0, 1) if not self.any_lost(f"log/{i}") and (r := parse(self.read(f"log/{i}", place, 64), kind))]
-        return max(found, key=lambda r: (r.step, r.epoch), default=None)
+        return parse(self.log_bytes(kind, place), kind)
+
+    def log_bytes(self, kind, place) -> bytes:
+        copies = {self.mem[name][place:place + 64].tobytes() for name in ("log/0", "log/1") if not self.any_lost(name)}
+        if len(copies) == 1:
+            return copies.pop()
+        return max(copies, key=lambda raw: (r.step, r.epoch) if (r := parse(raw, kind)) else (-1, -1), default=bytes(64))
 
     def write_log(self, raw, place):
         for i in (0, 1):
@@ -682,9 +689,7 @@ def heal_log(r: Rank):
     kinds = [COMMIT, COMMIT, INTENT, INTENT, REVOKE, REVOKE] + [MARK] * (2 * len(r.layout.chunks))
     for i in (0, 1):
         for n, kind in enumerate(kinds):
-            best = r.log(kind, 64 * n)
-            good = next((raw for j in (0, 1) if not r.any_lost(f"log/{j}") and best
-                         and parse(raw := r.read(f"log/{j}", 64 * n, 64).tobytes(), kind) == best), bytes(64))
+            good = r.log_bytes(kind, 64 * n)
             if r.read(f"log/{i}", 64 * n, 64).tobytes() != good:
                 yield r.put(f"log/{i}", 64 * n, good)
         yield from clear(r, f"log/{i}")

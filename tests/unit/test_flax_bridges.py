@@ -25,13 +25,14 @@ class Block(nnx.Module):
     def __init__(self, rngs: nnx.Rngs):
         self.attention = nnx.MultiHeadAttention(2, 8, dropout_rate=0.1, use_bias=False, deterministic=False, decode=False, rngs=rngs)
         self.norm = nnx.BatchNorm(8, rngs=rngs)
-        self.layers = nnx.List([nnx.Linear(8, 8, rngs=rngs) for _ in range(11)])  # more than ten: order of keys is not order of names
+        self.linear = nnx.Linear(8, 8, rngs=rngs)
+        self.scales = nnx.List([nnx.Param(jnp.float32(0.1)) for _ in range(11)])  # more than ten: 10 sorts after 9, '10' does not
         self.drops = nnx.List([nnx.Dropout(0.5, rngs=rngs) for _ in range(2)])
 
     def __call__(self, x: jax.Array) -> jax.Array:
         x = self.drops[0](self.norm(x + self.attention(x)))
-        for layer in self.layers:
-            x = x + 0.1 * jnp.tanh(layer(x))
+        for n, scale in enumerate(self.scales):
+            x = x + scale[...] * jnp.roll(jnp.tanh(self.linear(x)), n, -1)
         return self.drops[1](x)
 
 
@@ -225,7 +226,7 @@ def test_compute_dtype(bridge: str):
     if bridge == "nnx":
 
         def loss(model, batch):
-            seen.append(model.layers[0].kernel[...].dtype)
+            seen.append(model.linear.kernel[...].dtype)
             return nnx_loss(model, jax.tree.map(lambda x: x.astype(jnp.bfloat16), batch))
 
         (init, loss_fn), dataset = leto.flax.nnx(Block, loss), sequences

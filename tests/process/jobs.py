@@ -1,0 +1,287 @@
+"""Real jobs for tests: `leto run` in private directories, what it wrote, and how to make it fail. Every wait here has a deadline.
+
+    def test_something(jobs):
+        run = jobs.run("--steps", "6")
+        assert run.finish() == 0
+
+The fixture `jobs` (conftest.py) fails the test if anything is left behind: a process, a socket, a file in the runtime directory.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import threading
+import time
+import uuid
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from leto_jax import errors
+from leto_jax.agent import client
+from leto_jax.goodput import journal
+
+REPOSITORY = Path(__file__).resolve().parents[2]
+TINY = Path(__file__).resolve().parent / "scripts" / "tiny.py"
+START_SECS = 120.0  # generous: these tests share their machine
+END_SECS = 30.0
+LEFT_SECS = 10.0
+_FINAL = re.compile(r"^final step=(\d+) loss=(\S+) digest=sha256:([0-9a-f]{64})$", re.MULTILINE)
+_STEP = re.compile(r"^step (\d+) loss (\S+)$", re.MULTILINE)
+
+
+def wait_until[T](condition: Callable[[], T], secs: float, what: str | Callable[[], str]) -> T:
+    """What `condition` gives once it is true. Fails with `what` after `secs` seconds."""
+    until = time.monotonic() + secs
+    while not (found := condition()):
+        assert time.monotonic() < until, f"not within {secs:g} s: {what if isinstance(what, str) else what()}"
+        time.sleep(0.01)
+    return found
+
+
+def leto(*arguments: object, secs: float = START_SECS) -> subprocess.CompletedProcess[str]:
+    """A command of the CLI, to its end."""
+    command = [sys.executable, "-m", "leto_jax.cli", *map(str, arguments)]
+    return subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True, timeout=secs, check=False, stdin=subprocess.DEVNULL)
+
+
+class Result(NamedTuple):
+    """What a training run printed. losses: by step. final: the last line that says so."""
+
+    final: str
+    losses: dict[int, str]
+
+
+def result(text: str) -> Result:
+    """Fails if a step that was replayed printed another loss than at first, or if two final lines differ."""
+    losses: dict[int, str] = {}
+    for step, loss in _STEP.findall(text):
+        assert losses.setdefault(int(step), loss) == loss, f"step {step} printed {losses[int(step)]} and, replayed, {loss}"
+    finals = {match[0] for match in _FINAL.finditer(text)}
+    assert len(finals) <= 1, finals
+    return Result(min(finals, default=""), losses)
+
+
+@functools.cache
+def alone(*arguments: str) -> Result:
+    """The same script by itself: the result that every protected run must have."""
+    done = subprocess.run(
+        [sys.executable, str(TINY), *arguments], cwd=REPOSITORY, capture_output=True, text=True, timeout=START_SECS, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    assert "training unprotected, with the same programs and the same results" in done.stderr
+    found = result(done.stdout)
+    assert found.final, done.stdout
+    return found
+
+
+class Jobs:
+    """The jobs of one test. Owns every process that they start."""
+
+    def __init__(self, root: Path):
+        self.root = root
+        self._runs: list[Run] = []
+
+    def name(self, stem: str = "job") -> str:
+        return f"{stem}-{uuid.uuid4().hex[:8]}"
+
+    def run(self, *arguments: object, job: str | None = None, options: Sequence[object] = (), script: Path = TINY, **popen: Any) -> Run:
+        """Starts `leto run` and waits for nothing."""
+        run = Run(self.root, job or self.name(), script, options, arguments, len(self._runs), **popen)
+        self._runs.append(run)
+        return run
+
+    def processes(self) -> dict[int, str]:
+        """Living processes of all these jobs by what the environment says: agents, managers, trainers, and whatever these have started."""
+        return {pid: words for pid, words, environ in _processes() if f"XDG_RUNTIME_DIR={self.root / 'run'}".encode() in environ}
+
+    def leftovers(self) -> list[str]:
+        """Processes, runtime files and shared memory that a test has left behind."""
+        files = [str(path) for path in (self.root / "run").rglob("*") if path.name != "leto"]
+        shm = [f"/dev/shm/{name}" for name in os.listdir("/dev/shm") if "leto" in name]
+        return [*(f"process {pid}: {words}" for pid, words in self.processes().items()), *files, *shm]
+
+    def close(self) -> None:
+        """Ends the test: fails if anything was left behind, and then removes that."""
+        until = time.monotonic() + LEFT_SECS
+        while (left := self.leftovers()) and time.monotonic() < until:
+            time.sleep(0.05)
+        for run in self._runs:
+            run.close()
+        while processes := self.processes():
+            for pid in processes:
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(pid, signal.SIGKILL)
+            time.sleep(0.02)
+            assert time.monotonic() < until + LEFT_SECS, processes
+        assert not left, "left behind:\n" + "\n".join(left)
+
+
+def _processes() -> Iterator[tuple[int, str, list[bytes]]]:
+    for name in filter(str.isdigit, os.listdir("/proc")):
+        with contextlib.suppress(OSError):
+            if int(name) != os.getpid():
+                words = Path(f"/proc/{name}/cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace")
+                yield int(name), words, Path(f"/proc/{name}/environ").read_bytes().split(b"\0")
+
+
+class Run:
+    """One `leto run`: its process is the agent. `arguments` are the script's, `options` those of `leto run`."""
+
+    def __init__(
+        self, root: Path, job: str, script: Path, options: Sequence[object], arguments: Sequence[object], number: int, **popen: Any
+    ):
+        self.job, self.root = job, root
+        self.directory = root / "run" / "leto" / job
+        self.state = root / "state" / "leto" / job
+        self._out, self._err = root / f"out{number}", root / f"err{number}"
+        command = [sys.executable, "-m", "leto_jax.cli", "run", "--job", job, *map(str, options), str(script), *map(str, arguments)]
+        with open(self._out, "wb") as out, open(self._err, "wb") as err:
+            self.process = subprocess.Popen(
+                command, cwd=REPOSITORY, stdout=out, stderr=err, **{"stdin": subprocess.DEVNULL, "start_new_session": True, **popen}
+            )
+
+    # What it says -----------------------------------------------------------------------------------------------------------------
+
+    @property
+    def out(self) -> str:
+        return self._out.read_text()
+
+    @property
+    def err(self) -> str:
+        return self._err.read_text()
+
+    @property
+    def result(self) -> Result:
+        return result(self.out)
+
+    def events(self, event: str | None = None, **fields: Any) -> list[dict[str, Any]]:
+        """Journal lines with this name and these values, oldest first."""
+        try:
+            lines = journal.read(self.state / "journal.jsonl")
+        except errors.JobError:
+            return []
+        return [line for line in lines if event in (None, line["event"]) and all(line[key] == value for key, value in fields.items())]
+
+    def metrics(self) -> list[dict[str, Any]]:
+        return [json.loads(line) for line in (self.state / "metrics.jsonl").read_text().splitlines()]
+
+    def status(self) -> dict[str, Any]:
+        return client.ask(self.job, {"op": "status"}, 30.0)
+
+    def pid(self, role: str) -> int | None:
+        """Process of the trainer or shadow, None if there is none now."""
+        return next((rank["pid"] for rank in self.status()["ranks"] if rank["role"] == role), None)
+
+    def carriers(self) -> dict[int, str]:
+        """Living processes that carry a token of this job: trainers, shadows, and everything that descends from them."""
+        mark = f"LETO_TOKEN={self.job}-".encode()
+        return {pid: words for pid, words, environ in _processes() if any(entry.startswith(mark) for entry in environ)}
+
+    # Waiting ----------------------------------------------------------------------------------------------------------------------
+
+    def wait_for(self, event: str, count: int = 1, secs: float = START_SECS, **fields: Any) -> dict[str, Any]:
+        """The journal line that is the `count`-th of its kind. Fails early if the job ends."""
+
+        def look() -> list[dict[str, Any]]:
+            ended = self.process.poll() is not None
+            found = self.events(event, **fields)
+            assert len(found) >= count or not ended, f"the job ended with {self.process.returncode} before {event} {fields}:\n{self.err}"
+            return found if len(found) >= count else []
+
+        return wait_until(look, secs, lambda: f"{count} x {event} {fields}; {self.status()}\n{self.err}")[count - 1]
+
+    def wait_for_step(self, step: int, secs: float = START_SECS) -> None:
+        def look() -> bool:
+            assert self.process.poll() is None, f"the job ended with {self.process.returncode} before step {step}:\n{self.err}"
+            with contextlib.suppress(errors.LetoError):
+                return self.status()["step"] >= step
+            return False
+
+        wait_until(look, secs, lambda: f"step {step}; {self.status()}\n{self.err}")
+
+    def wait_for_shadow(self, secs: float = START_SECS) -> None:
+        """Until a shadow is ready."""
+
+        def look() -> bool:
+            assert self.process.poll() is None, f"the job ended with {self.process.returncode} before a shadow was ready:\n{self.err}"
+            with contextlib.suppress(errors.LetoError):
+                return any(rank["role"] == "shadow" and rank["phase"] == "ready" for rank in self.status()["ranks"])
+            return False
+
+        wait_until(look, secs, lambda: f"a ready shadow; {self.status()}\n{self.err}")
+
+    def finish(self, secs: float = START_SECS) -> int:
+        """The exit code."""
+        try:
+            return self.process.wait(secs)
+        except subprocess.TimeoutExpired as exception:
+            raise AssertionError(f"the job did not end within {secs:g} s:\n{self.status()}\n{self.err}") from exception
+
+    # Doing something to it ----------------------------------------------------------------------------------------------------------
+
+    def allow(self, step: int) -> None:
+        """With `--limit self.limit`: lets the loop go on up to `step`, whose body then waits."""
+        self.limit.with_suffix(".new").write_text(str(step))
+        self.limit.with_suffix(".new").replace(self.limit)
+
+    @property
+    def limit(self) -> Path:
+        return limit_file(self.root, self.job)
+
+    def kill(self, role: str = "trainer", number: int = signal.SIGKILL) -> int:
+        """Signals the trainer or shadow from outside; returns its process number."""
+        pid = wait_until(lambda: self.pid(role), END_SECS, f"a {role} to kill")
+        os.kill(pid, number)
+        return pid
+
+    def inject(self, kind: str, phase: str, chunk: int = -1, step: int = -1, when_ready: bool = True, secs: float = START_SECS) -> int:
+        """As `leto inject`: returns the step at which it fired."""
+        message = {"op": "inject", "kind": kind, "phase": phase, "step": step, "chunk": chunk, "when_ready": when_ready}
+        return client.ask(self.job, {**message, "deadline_secs": secs}, secs + 5)["fired_step"]
+
+    def inject_on_the_way(self, kind: str, phase: str, when_ready: bool = True, **options: Any) -> int:
+        """`inject` into a job that waits at its limit: which is raised, step by step, until the failure has fired."""
+        if when_ready:
+            self.wait_for_shadow()
+        fired: list[Any] = []
+
+        def ask() -> None:
+            try:
+                fired.append(self.inject(kind, phase, when_ready=when_ready, **options))
+            except BaseException as exception:
+                fired.append(exception)
+
+        thread = threading.Thread(target=ask)
+        thread.start()
+        while thread.is_alive():
+            with contextlib.suppress(errors.LetoError):
+                self.allow(self.status()["step"] + 1)
+            thread.join(0.05)
+        if isinstance(fired[0], BaseException):
+            raise AssertionError(f"{kind} in {phase} {options}: {fired[0]}\n{self.err}") from fired[0]
+        return fired[0]
+
+    def kill_agent(self) -> None:
+        self.process.kill()
+        self.process.wait(END_SECS)
+
+    def interrupt(self) -> None:
+        """Ctrl-C."""
+        self.process.send_signal(signal.SIGINT)
+
+    def close(self) -> None:
+        if self.process.poll() is None:
+            self.process.kill()
+            self.process.wait(END_SECS)
+
+
+def limit_file(root: Path, job: str) -> Path:
+    return root / f"limit-{job}"
