@@ -1,7 +1,4 @@
-"""The shortest complete script: a small network learns sin(x).
-
-    leto run minimal.py        # or: python minimal.py
-"""
+"""A small network learns sin(x): `leto run minimal.py`, or unprotected `python minimal.py`."""
 
 import jax
 import jax.numpy as jnp

@@ -1,6 +1,8 @@
 """Trains a small convolutional net on scikit-learn's digits: BatchNorm, dropout, a Grain dataset, and an average of the parameters.
 
     uv run --extra experiments leto run experiments/train_digits.py
+
+Without Grain the data is a function of the step.
 """
 
 from __future__ import annotations
@@ -15,7 +17,6 @@ import numpy as np
 import optax
 import typer
 from flax import linen as nn
-from sklearn.datasets import load_digits
 
 import leto_jax as leto
 
@@ -42,11 +43,14 @@ class Net(nn.Module):
 def loss(apply: Callable, batch: Arrays) -> tuple[jax.Array, Arrays]:
     """Mean cross-entropy, and the share of right answers."""
     logits = apply(batch["image"], train=True)
-    return optax.softmax_cross_entropy_with_integer_labels(logits, batch["label"]).mean(), {"accuracy": (logits.argmax(-1) == batch["label"]).mean()}
+    accuracy = (logits.argmax(-1) == batch["label"]).mean()
+    return optax.softmax_cross_entropy_with_integer_labels(logits, batch["label"]).mean(), {"accuracy": accuracy}
 
 
 def digits() -> tuple[Arrays, Arrays]:
     """(training, test) images float32[n, 8, 8, 1] in 0..1 and labels int32[n]; the order is fixed."""
+    from sklearn.datasets import load_digits
+
     images, labels = load_digits(return_X_y=True)
     order = np.random.default_rng(0).permutation(len(labels))
     whole = {"image": (images[order] / 16).astype(np.float32).reshape(-1, 8, 8, 1), "label": labels[order].astype(np.int32)}
@@ -97,7 +101,7 @@ def main(
     @jax.jit
     def evaluate(state: leto.State, batch: Arrays) -> jax.Array:
         """How many images the averaged parameters get right."""
-        logits = net.apply({"params": state.companions["ema"], **state.extras}, batch["image"], train=False)
+        logits: Any = net.apply({"params": state.companions["ema"], **state.extras}, batch["image"], train=False)
         return (logits.argmax(-1) == batch["label"]).sum()
 
     with leto.session(init, step, dataset, key=jax.random.key(seed), steps=steps, warm=[evaluate]) as s:
@@ -105,7 +109,7 @@ def main(
         for t, batch in s:
             state, metrics = s.step(state, batch)
             if t % log_every == 0 or t == steps:
-                print(f"step {t} loss {float(metrics['loss']):.6f} accuracy {float(metrics['accuracy']):.4f}", flush=True)
+                print(f"step {t} loss {float(metrics['loss'])!r} accuracy {float(metrics['accuracy']):.4f}", flush=True)
         with s.section("test", timeout_secs=60):
             right = sum(int(evaluate(state, {name: x[n : n + BATCH] for name, x in test.items()})) for n in range(0, TEST_IMAGES, BATCH))
         print(f"test accuracy {right / TEST_IMAGES:.4f}", flush=True)

@@ -1,27 +1,28 @@
 """Trains a byte-level language model on the sources of Python's standard library, which every machine has.
 
-    uv run leto run experiments/train_lm.py --steps 60      # protected
-    uv run python experiments/train_lm.py --steps 60        # the same programs, the same final digest
+    uv run leto run experiments/train_lm.py --steps 60
+    uv run python experiments/train_lm.py --steps 60
+
+The first is protected. Both run the same programs and end with the same digest.
 """
 
 from __future__ import annotations
 
 import datetime
 import hashlib
-import importlib.metadata
 import json as jsonlib
-import subprocess
 import sys
 import sysconfig
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import jax
 import numpy as np
 import optax
 import typer
+from _result import cpu_device, git_commit, versions
 from flax import nnx
 
 import leto_jax as leto
@@ -101,24 +102,6 @@ def optimizer(steps: int, rate: float) -> optax.GradientTransformation:
     return optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(schedule, b2=0.95, weight_decay=0.1, mask=matrices))
 
 
-def result(settings: dict[str, Any], rows: list[dict[str, Any]], **more: Any) -> dict[str, Any]:
-    """The JSON form of a run. rows: the steps that this process ran; a trainer that died took its own with it."""
-    commit = subprocess.run(["git", "rev-parse", "HEAD"], cwd=Path(__file__).parent, capture_output=True, text=True, check=False).stdout.strip()
-    versions = {name: importlib.metadata.version(name) for name in ("jax", "jaxlib", "flax", "optax", "numpy")}
-    return {
-        "name": "train_lm",
-        "created": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
-        "commit": commit,
-        "versions": {"python": sys.version.split()[0], **versions},
-        "device": jax.local_devices()[0].device_kind,
-        "seed": settings["seed"],
-        "settings": settings,
-        **more,
-        "rows": rows,
-        "targets": [],
-    }
-
-
 def main(
     steps: Annotated[int, typer.Option(min=1, help="Training steps.")] = 60,
     width: Annotated[int, typer.Option(min=1, help="Width of the residual stream, a multiple of --heads.")] = 320,
@@ -171,11 +154,23 @@ def main(
             if eval_every and t % eval_every == 0:
                 with s.section("eval", timeout_secs=600):
                     losses = [float(evaluate(state, examples(n))) for n in range(EVAL_BATCHES)]
-                print(f"step {t} held-out loss {np.mean(losses):.6f}", flush=True)
+                print(f"step {t} held-out loss {sum(losses) / EVAL_BATCHES!r}", flush=True)
             if not s.replayed:
                 time.sleep(sleep_secs)
     if json is not None:
-        found = result(settings, rows, parameters=parameters, corpus={"sha256": sha256, "bytes": len(corpus)})
+        found = {
+            "name": "train_lm",
+            "created": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
+            "commit": git_commit(),
+            "versions": versions(),
+            "device": cpu_device(),
+            "seed": seed,
+            "settings": settings,
+            "parameters": parameters,
+            "corpus": {"sha256": sha256, "bytes": len(corpus)},
+            "rows": rows,  # the steps that this process ran; a trainer that died took its own with it
+            "targets": [],
+        }
         json.parent.mkdir(parents=True, exist_ok=True)
         json.write_text(jsonlib.dumps(found, indent=1) + "\n")
 

@@ -18,6 +18,7 @@ from leto_jax import errors
 from leto_jax.config import Deadlines, state_root
 
 app = typer.Typer(name="leto", no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False, help="Fault tolerance for JAX training.")
+STOP_SECS = 60.0
 Job = Annotated[str | None, typer.Option("--job", help="Name of the job; by default the only running one.")]
 AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON object.")]
 
@@ -44,7 +45,7 @@ def run(
     nnodes: Annotated[int, typer.Option("--nnodes", hidden=True)] = 1,
     rdzv_endpoint: Annotated[str | None, typer.Option("--rdzv-endpoint", hidden=True)] = None,
     max_restarts: Annotated[int | None, typer.Option("--max-restarts", help="Give up after so many restarts; no limit by default.")] = None,
-    max_restarts_without_progress: Annotated[int, typer.Option("--max-restarts-without-progress", help="Give up after so many equal failures at one step.")] = 3,
+    max_restarts_without_progress: Annotated[int, typer.Option("--max-restarts-without-progress", help="Give up after so many restarts that led to the same failure at the same step.")] = 3,
     shadow_level: Annotated[str, typer.Option("--shadow-level", help="auto, 3 (everything loaded) or 0 (no shadow).")] = "auto",
     deterministic: Annotated[bool, typer.Option("--deterministic", help="Set XLA flags that make GPU programs repeatable; CPU programs are.")] = False,
     plan: Annotated[bool, typer.Option("--plan", help="Print the memory plan and stop before anything is allocated.")] = False,
@@ -190,9 +191,12 @@ def stop(job: Job = None) -> None:
     name = client.find_job(job)
     try:
         client.ask(name, {"op": "stop"})
+        client.wait_for_end(name, STOP_SECS)
     except errors.JobError:
         with ManagerClient(runtime.job_dir(name) / runtime.SOCKET_NAME, "tool") as manager:
             manager.free()
+        client.wait_for_end(name, STOP_SECS)
+        client.remove_job_dir(runtime.job_dir(name))
     print(f"stopped {name}")
 
 

@@ -348,7 +348,7 @@ def plan(spec: JobSpec) -> Layout:
 
     for copy in (0, 1):
         device.add(f"log{copy}", RECORD_BYTES * (6 + 2 * count))
-    scalars = Packed((*spec.shared, *spec.values, *_VERDICT))
+    scalars = Packed((*spec.shared, *spec.values, LeafSpec("['grad_sums']", (count,), "uint32"), *_VERDICT))
     extras, metrics, read_only = Packed(spec.extras), Packed(spec.metrics), Packed((*(spec.params[i] for i in spec.read_only), *spec.constants))
     for name, packed in [("scalars", scalars), ("extras", extras), ("metrics", metrics)]:
         for copy in (0, 1):
@@ -408,7 +408,8 @@ def plan(spec: JobSpec) -> Layout:
     )  # fmt: skip
 
 
-# What decide itself leaves beside the optimizer's scalars: loss, sum of squared gradients, and whether the step is applied or skipped.
+# What decide itself leaves beside the optimizer's scalars and a checksum of each chunk's gradients: loss, sum of squared gradients, and
+# whether the step is applied or skipped.
 _VERDICT = (LeafSpec("['loss']", (), "float32"), LeafSpec("['grad_sumsq']", (), "float32"), LeafSpec("['apply']", (), "int32"))
 
 

@@ -1,13 +1,19 @@
-"""Talking to a running agent: status, inject, stop."""
+"""Talking to a running agent: status, inject, stop; and what is left of a job in the runtime directory."""
 
 from __future__ import annotations
 
+import contextlib
+import json
 import time
+from pathlib import Path
 from typing import Any
 
 from leto_jax import errors
 from leto_jax.manager import protocol, runtime
 from leto_jax.shadow.member import AGENT_SOCKET
+
+RUN_FILE = "run.json"
+_RETRY_SECS = 0.02
 
 
 def find_job(job: str | None) -> str:
@@ -35,3 +41,35 @@ def ask(job: str, message: dict[str, Any], timeout_secs: float = 5.0) -> dict[st
     protocol.raise_error(reply)
     reply.pop("ok", None)
     return reply
+
+
+def read_run_file(directory: Path) -> dict[str, Any]:
+    """What the last agent noted about its job: `job`, `state` (running, kept, ended), `step`, `tokens`; empty if there is nothing to read."""
+    try:
+        found = json.loads((directory / RUN_FILE).read_text())
+    except (OSError, ValueError):
+        return {}
+    return found if isinstance(found, dict) else {}
+
+
+def remove_job_dir(directory: Path) -> None:
+    """Removes what a job whose processes are gone has left in the runtime directory."""
+    for name in (RUN_FILE, AGENT_SOCKET, runtime.LOG_NAME, runtime.SOCKET_NAME, runtime.LOCK_NAME):
+        with contextlib.suppress(OSError):
+            (directory / name).unlink()
+    with contextlib.suppress(OSError):
+        directory.rmdir()
+
+
+def wait_for_end(job: str, timeout_secs: float) -> None:
+    """Returns when neither agent nor state manager of `job` answers any more. Raises DeadlineError."""
+    directory, deadline = runtime.job_dir(job), time.monotonic() + timeout_secs
+    for name in (AGENT_SOCKET, runtime.SOCKET_NAME):
+        while True:
+            try:
+                protocol.connect(directory / name, deadline=deadline, what=f"job {job!r}").close()
+            except errors.JobError:
+                break
+            if time.monotonic() >= deadline:
+                raise errors.DeadlineError(f"job {job!r} has not ended within {timeout_secs:g} s; see `leto status --job {job}`")
+            time.sleep(_RETRY_SECS)

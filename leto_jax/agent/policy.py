@@ -21,7 +21,7 @@ class Kind(enum.StrEnum):
     EXIT = enum.auto()
     HANG = enum.auto()
     STOPPED = enum.auto()
-    UNREAPABLE = enum.auto()
+    REFUSED = enum.auto()  # the process said that it cannot take part, and why
 
 
 @dataclasses.dataclass(frozen=True)
@@ -53,7 +53,7 @@ class Decision:
 
 @dataclasses.dataclass(frozen=True)
 class Limits:
-    """When to stop restarting. max_restarts: None = no limit. without_progress: equal failures at one step."""
+    """When to stop restarting. max_restarts: None = no limit. without_progress: restarts after equal failures at one step."""
 
     max_restarts: int | None = None
     without_progress: int = 3
@@ -87,6 +87,8 @@ def decide(failure: Failure, history: Sequence[Failure], limits: Limits, operabl
     """What to do about `failure`. history: earlier ones, oldest first. shadow: 'ready', 'loading' or 'none'."""
     if not operable[0]:
         return Decision(Action.STOP, f"the device cannot go on: {operable[1]}")
+    if failure.kind is Kind.REFUSED:
+        return Decision(Action.STOP, failure.detail)
     if failure.kind is Kind.EXIT and failure.detail == f"exit code {GAVE_UP}":
         return Decision(Action.STOP, "the trainer gave up on purpose")
     same = 1
@@ -94,7 +96,7 @@ def decide(failure: Failure, history: Sequence[Failure], limits: Limits, operabl
         if (earlier.kind, earlier.detail, earlier.step) != (failure.kind, failure.detail, failure.step):
             break
         same += 1
-    if same >= limits.without_progress:
+    if same > limits.without_progress:
         return Decision(Action.STOP, f"{failure.detail} {same} times after commit {failure.step} without progress (--max-restarts-without-progress {limits.without_progress})")
     if limits.max_restarts is not None and len(history) >= limits.max_restarts:
         return Decision(Action.STOP, f"{len(history)} restarts were made (--max-restarts {limits.max_restarts})")
@@ -131,7 +133,7 @@ def overdue(progress: Progress, now_ns: int, deadlines: Deadlines, median_step_s
     since = (now_ns - progress.phase_since_ns) / 1e9
     if progress.phase is Phase.TAKEOVER and since > deadlines.takeover:
         return Kind.HANG, f"the takeover did not end within {deadlines.takeover:g} s", progress.phase_since_ns
-    if progress.phase is Phase.BODY and progress.steps_done and since > deadlines.body:
+    if progress.phase is Phase.BODY and since > deadlines.body:
         return Kind.HANG, f"the loop body took more than {deadlines.body:g} s outside of a section; wrap long work in `with s.section(name, timeout_secs=...)`", progress.phase_since_ns
     return None
 

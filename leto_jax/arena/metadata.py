@@ -2,8 +2,8 @@
 
     epoch[2] | promotion[2] | life[2] | lost[LOST_SLOTS]
 
-The first three alternate by sequence number, the valid record with the highest one counts. The agent writes epochs and promotions, the
-trainer that holds the lease the rest.
+The first three have two places each; the valid record with the highest sequence number counts. The agent writes epochs, promotions and
+ranges that it knows to be lost, the trainer that holds the lease the rest.
 """
 
 from __future__ import annotations
@@ -51,14 +51,16 @@ class HostMetadata:
         return max((record for record in found if record is not None), key=lambda record: record.sequence, default=None)
 
     def write(self, point: Point, record: Record) -> None:
-        """Adds a record of an alternating kind.
+        """Replaces the record of a kind, in both places: so a damaged one never brings back what was true before.
 
         Crash: the previous record still counts, or the new one does.
         """
         before = self.latest(record.kind)
-        sequence = before.sequence + 1 if before else 1
-        slot = _FIRST[record.kind] + sequence % 2
-        self._arena.store_record(point, records.BYTES * slot, dataclasses.replace(record, sequence=sequence))
+        record = dataclasses.replace(record, sequence=before.sequence + 1 if before else 1)
+        offsets = [records.BYTES * (_FIRST[record.kind] + slot) for slot in (0, 1)]
+        # The place of the record that counts goes last.
+        for offset in sorted(offsets, key=lambda offset: self._arena.record(offset, record.kind) == before):
+            self._arena.store_record(point, offset, record)
 
     @property
     def epoch(self) -> int:
@@ -76,7 +78,7 @@ class HostMetadata:
         for slot in range(LOST_SLOTS):
             record = self._lost(slot)
             if record is None or not record.body[4]:
-                body = (int(lost.arena == "host"), lost.offset & 0xFFFFFFFF, lost.offset >> 32, lost.nbytes, 1)
+                body = (int(lost.arena == "host"), lost.offset, lost.offset >> 32, lost.nbytes, 1, lost.nbytes >> 32)
                 self._arena.store_record(Point.LOST, self._slot(slot), Record(Kind.LOST, index=slot, body=body))
                 return
         raise UnrecoverableError(f"lost ranges: expected at most {LOST_SLOTS}, found more; too much memory is gone to repair in place")
@@ -84,7 +86,7 @@ class HostMetadata:
     def lost(self) -> list[LostRange]:
         """Ranges that were noted and not yet cleared."""
         found = [self._lost(slot) for slot in range(LOST_SLOTS)]
-        return [LostRange("host" if r.body[0] else "device", r.body[1] | r.body[2] << 32, r.body[3]) for r in found if r is not None and r.body[4]]
+        return [LostRange("host" if r.body[0] else "device", r.body[1] | r.body[2] << 32, r.body[3] | r.body[5] << 32) for r in found if r is not None and r.body[4]]
 
     def clear_lost(self) -> None:
         """Forgets all lost ranges, once they are repaired or rewritten."""

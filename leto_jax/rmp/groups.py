@@ -85,6 +85,18 @@ class Guard:
         words = self._device.array(address + first * piece.page_bytes, (count, piece.page_bytes // 4), np.dtype(np.uint32))
         return [first + int(page) for page in checksum.locate(expected[first : first + count], checksum.page_checksums_np(words))]
 
+    def confirm(self, piece: Piece, address: int, suspects: Sequence[int], parity: np.ndarray) -> list[int]:
+        """Those of the suspect pages of a piece that parity denies as well.
+
+        A group that agrees with one of its parity rows is as it was encoded: then it is the checksums that are damaged, not the data.
+        """
+        denied = set()
+        for column in {page % piece.pages_per_row for page in suspects}:
+            data, rows = self._group(piece, address, column), parity[:, self._columns(piece, column)]
+            if not reference.verify(data, rows).any():
+                denied.add(column)
+        return [page for page in suspects if page % piece.pages_per_row in denied]
+
     def repair(self, piece: Piece, address: int, lost: Sequence[int], parity: np.ndarray, checksums: np.ndarray) -> int:
         """Rebuilds the pages `lost` of a piece in place and checks them. Returns how many pages were rewritten.
 
@@ -102,13 +114,19 @@ class Guard:
                     f"piece {piece.index}, group {column}: {len(rows)} of {self._layout.spec.protection.data_rows} pages are lost, parity rebuilds at most {piece.parity_rows}; "
                     "restore from a checkpoint"
                 )
-            begin = column * piece.page_bytes
-            data = self._device.view(address, piece.nbytes).reshape(-1, piece.row_bytes)[:, begin : begin + piece.page_bytes].copy()
-            rebuilt = self._rebuild(piece, data, rows, parity[:, begin : begin + piece.page_bytes], checksums, column)
+            data = self._group(piece, address, column)
+            rebuilt = self._rebuild(piece, data, rows, parity[:, self._columns(piece, column)], checksums, column)
             for row, page in zip(rows, rebuilt, strict=True):
-                self._device.store(Point.REPAIR_PAGE, address + row * piece.row_bytes + begin, page)
+                self._device.store(Point.REPAIR_PAGE, address + row * piece.row_bytes + column * piece.page_bytes, page)
                 rewritten += 1
         return rewritten
+
+    def _columns(self, piece: Piece, column: int) -> slice:
+        return slice(column * piece.page_bytes, (column + 1) * piece.page_bytes)
+
+    def _group(self, piece: Piece, address: int, column: int) -> np.ndarray:
+        """A copy of the data pages of one group: uint8[D, page_bytes]."""
+        return self._device.view(address, piece.nbytes).reshape(-1, piece.row_bytes)[:, self._columns(piece, column)].copy()
 
     def _rebuild(self, piece, data, rows, parity, checksums, column) -> list[np.ndarray]:
         """Rebuilt rows, ascending. Tries every choice of parity rows: parity carries no checksum, a damaged row shows in the rebuilt page's."""

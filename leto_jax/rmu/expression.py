@@ -1,8 +1,8 @@
 """A traced calculation as a graph of values that can be compared, cut and run in parts.
 
-`trace` turns a function over arrays into a `Graph`: calls are inlined, `cond` becomes both branches and a select, and equal calculations get equal
-numbers, so that two leaves whose arithmetic is the same can be told to be the same. `cut` takes the part of a graph between a frontier and some
-results and makes a `Program` of it: a canonical text and a function over arrays. Nothing here knows about optimizers.
+`trace` turns a function over arrays into a `Graph`: calls are inlined, `cond` becomes both branches and a select, and equal calculations
+get equal numbers, so that two leaves whose arithmetic is the same can be told to be the same. `cut` takes the part of a graph between a
+frontier and some results and makes a `Program` of it: a canonical text and a function over arrays. Nothing here knows about optimizers.
 
 Texts are equal in every process that traces the same function with the same versions: no addresses, no hashes of objects, no set order.
 """
@@ -25,10 +25,10 @@ from leto_jax.errors import UnsupportedOptimizerError
 
 _ELEMENTWISE = (
     "abs acos acosh add add_any and asin asinh atan atan2 atanh bessel_i0e bessel_i1e cbrt ceil clamp clz complex conj "
-    "convert_element_type cos cosh digamma div eq erf erf_inv erfc exp exp2 expm1 floor ge gt igamma igammac imag integer_pow is_finite le lgamma log "
-    "log1p log2 logistic lt max min mul ne neg nextafter not one_minus_square or population_count pow real reduce_precision rem "
-    "regularized_incomplete_beta round rsqrt select_n shift_left shift_right_arithmetic shift_right_logical sign sin sinh sqrt square sub tan tanh "
-    "xor"
+    "convert_element_type cos cosh digamma div eq erf erf_inv erfc exp exp2 expm1 floor ge gt igamma igammac imag integer_pow "
+    "is_finite le lgamma log log1p log2 logistic lt max min mul ne neg nextafter not one_minus_square or population_count pow real "
+    "reduce_precision rem regularized_incomplete_beta round rsqrt select_n shift_left shift_right_arithmetic shift_right_logical sign "
+    "sin sinh sqrt square sub tan tanh xor"
 )
 # Primitives whose result at one place depends on the operands at that place only, whatever the shape.
 ELEMENTWISE = frozenset(_ELEMENTWISE.split())
@@ -59,8 +59,8 @@ def is_key(dtype: Any) -> bool:
 class Texts:
     """Writes parameters of primitives as text, equal in every process.
 
-    Objects that have no text of their own (functions, unknown classes) are numbered in the order in which they are first seen, so that two of
-    them never look equal and the text still does not depend on addresses.
+    Objects that have no text of their own (functions, unknown classes) are numbered in the order in which they are first seen, so that two
+    of them never look equal and the text still does not depend on addresses.
     """
 
     def __init__(self) -> None:
@@ -293,7 +293,8 @@ def _select(graph: Graph, eqn: Any, operands: Sequence[int], origin: tuple[Any, 
 def zeros(graph: Graph, is_free: Callable[[int], bool]) -> list[bool]:
     """Which values are zero everywhere, whatever the inputs are.
 
-    A zero times a value that is `is_free` (a learning rate, say) counts as zero: that it may be infinite is no reason to train a frozen leaf.
+    A zero times a value that is `is_free` (a learning rate, say) counts as zero: that it may be infinite is no reason to train a frozen
+    leaf.
     """
     found = [False] * len(graph.shapes)
     for index, array in graph.consts.items():
@@ -386,15 +387,15 @@ class NotElementwise(Exception):
 def cut(graph: Graph, results: Sequence[int], inputs: Sequence[int], is_frontier: Callable[[int], bool], flat_size: int | None) -> Program:
     """The program of some results of a graph.
 
-    Numbering follows the structure (results in order, operands before what uses them), never the order of the trace, so that equal calculations
-    over different leaves get equal texts.
+    Numbering follows the structure (results in order, operands before what uses them), never the order of the trace, so that equal
+    calculations over different leaves get equal texts.
 
     Args:
       results: wanted values.
       inputs: values that become inputs, in order; one that is not needed is an input all the same.
       is_frontier: values that become further inputs.
-      flat_size: with a number, the program must be elementwise over inputs of that many elements, and its text is free of shapes: broadcasts of
-        scalars and reshapes vanish.
+      flat_size: with a number, the program must be elementwise over inputs of that many elements, and its text is free of shapes:
+        broadcasts of scalars and reshapes vanish.
 
     Raises:
       NotElementwise: if `flat_size` is given and the calculation is not elementwise.

@@ -8,7 +8,7 @@ so a record of step t never overwrites one of t-1:
 | record | body                                                        | says |
 | INTENT | digest of the scalars, of extras, of metrics; number of chunks | everything that update `step` needs is stored |
 | MARK   | crc of its intent                                           | chunk `index` of update `step` lies at its new place |
-| COMMIT | crc of its intent (0 for a fill)                            | the state is that of `step`; everything else is derived from it |
+| COMMIT | crc of its intent (0 for a fill), and the same digest       | the state is that of `step`; everything else is derived from it |
 | REVOKE | -                                                           | intents of `step` with an epoch below the record's are void |
 """
 
@@ -72,8 +72,8 @@ class Log:
         found: list[dict[tuple[Kind, int, int], Record]] = [{}, {}]
         for copy in COPIES:
             for kind, index, parity in self._slots():
-                record = self._arena.record(self.offset(copy, kind, parity, index), kind)
-                if record is not None and record.step % 2 == parity and record.index == index:
+                record = self._record(copy, kind, parity, index)
+                if record is not None:
                     found[copy][kind, index, parity] = record
         merged = {kind: set() for kind in (Kind.COMMIT, Kind.INTENT, Kind.REVOKE, Kind.MARK)}
         for copy in COPIES:
@@ -88,15 +88,19 @@ class Log:
         Crash: the copies differ in fewer places than before.
         """
         for kind, index, parity in self._slots():
-            offsets = [self.offset(copy, kind, parity, index) for copy in COPIES]
-            found = [self._arena.record(offset, kind) for offset in offsets]
+            found = [self._record(copy, kind, parity, index) for copy in COPIES]
             valid = [record for record in found if record is not None]
             if not valid or found[0] == found[1]:
                 continue
             newest = max(valid, key=lambda record: (record.step, record.epoch))
-            for offset, record in zip(offsets, found, strict=True):
-                if record != newest:
-                    self._arena.store_record(Point.LOG_REPAIR, offset, newest)
+            for copy in COPIES:
+                if found[copy] != newest:
+                    self._arena.store_record(Point.LOG_REPAIR, self.offset(copy, kind, parity, index), newest)
+
+    def _record(self, copy: int, kind: Kind, parity: int, index: int) -> Record | None:
+        """The valid record in a place, if it is one that belongs there."""
+        record = self._arena.record(self.offset(copy, kind, parity, index), kind)
+        return record if record is not None and record.step % 2 == parity and record.index == index else None
 
     def _slots(self):
         for kind in _FIRST:

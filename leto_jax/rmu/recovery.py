@@ -35,16 +35,16 @@ class Picture:
     """What one rank's retained memory shows.
 
     log: its valid records. stored: (step, epoch) of the gradient region's header, None if it is not complete.
-    digests: crc words of the scalars, extras and metrics copies that an intent refers to, as they read now, keyed by the intent's crc.
-    lost_gradients: chunks whose gradients lie in lost pages. lost: other regions with a lost page, of those that cannot be rebuilt.
+    digests: step -> crc words of the scalars, extras and metrics as they read now, for the last commit and the step after it.
+    bad_gradients: chunks whose gradients do not have the checksum that decide noted. log_lost: both log copies have lost a page.
     """
 
     life: Life
     log: Contents
     stored: tuple[int, int] | None
     digests: dict[int, tuple[int, ...]] = dataclasses.field(default_factory=dict)
-    lost_gradients: frozenset[int] = frozenset()
-    lost: frozenset[str] = frozenset()
+    bad_gradients: frozenset[int] = frozenset()
+    log_lost: bool = False
 
 
 @dataclasses.dataclass(frozen=True)
@@ -52,6 +52,7 @@ class Plan:
     """action; target: the step that is committed next. first: per rank, how many chunks of the order are already in place.
 
     intent: the record that every rank rolls forward with. copy_to: ranks that lack it. done: ranks that have committed `target` already.
+    unknown_metrics: ranks on which the metrics of the commit that the plan leads to are gone; the state does not depend on them.
     """
 
     action: Action
@@ -61,21 +62,32 @@ class Plan:
     intent: Record | None = None
     copy_to: tuple[int, ...] = ()
     done: tuple[int, ...] = ()
+    unknown_metrics: tuple[int, ...] = ()
 
 
 def plan(pictures: Sequence[Picture], order) -> Plan:
     """Decides for all ranks of a job at once. `order(step)` gives the chunk indices in the order of update `step`."""
     if any(picture.life is not Life.LIVE for picture in pictures):
+        for rank, picture in enumerate(pictures):
+            if picture.life is Life.EMPTY and picture.log.commit is not None:
+                return _refuse(f"rank {rank}: no valid record says what the arenas hold, but the log shows commit {picture.log.commit}")
         lives = ", ".join(f"rank {rank} {picture.life.name}" for rank, picture in enumerate(pictures))
         return Plan(Action.FILL, f"the arenas were never completely filled ({lives})")
-    commits = [picture.log.commit for picture in pictures]
-    missing = [rank for rank, commit in enumerate(commits) if commit is None]
-    if missing:
-        return _refuse(f"no valid commit record in either log copy of rank {missing[0]}")
+    commits = []
+    for rank, picture in enumerate(pictures):
+        if picture.log_lost:
+            return _refuse(f"rank {rank}: both log copies have lost pages")
+        if picture.log.commit is None:
+            return _refuse(f"no valid commit record in either log copy of rank {rank}")
+        commits.append(picture.log.commit)
     low, high = min(commits), max(commits)
     if high - low > 1:
         return _refuse(f"ranks are {high - low} steps apart: commits {commits}")
     target = low + 1
+    for rank, picture in enumerate(pictures):
+        for record in picture.log.intents | picture.log.marks:
+            if record.step > target:
+                return _refuse(f"rank {rank}: the log shows {record.kind.name} {record.step}, but no more than commit {low} everywhere")
 
     intents = {record for picture in pictures for record in picture.log.intents if record.step == target and not _revoked(record, pictures)}
     marks = [[mark for mark in picture.log.marks if mark.step == target] for picture in pictures]
@@ -86,14 +98,16 @@ def plan(pictures: Sequence[Picture], order) -> Plan:
         if any(marks) or done:
             who = next((rank for rank, found in enumerate(marks) if found), *done[:1])
             return _refuse(f"rank {who} has begun update {target}, but no rank shows its intent")
-        lost = _lost(pictures, target - 1)
-        if lost:
-            return _refuse(f"lost and kept nowhere else: {lost}")
-        return Plan(Action.REDO, f"commit {low} on all ranks, no intent for step {target}", target)
+        return _from_commit(pictures, Plan(Action.REDO, f"commit {low} on all ranks, no intent for step {target}", target))
 
     (intent,) = intents
-    first, problem = [], ""
+    first, unknown, problem = [], [], ""
     for rank, picture in enumerate(pictures):
+        damaged = _damaged(picture, target, intent.body[:3])
+        if needed := [name for name in damaged if name != "metrics"]:
+            problem = problem or f"rank {rank}: {' and '.join(needed)} of step {target} do not match the intent's digest"
+        elif damaged:
+            unknown.append(rank)
         if rank in done:
             first.append(len(order(target)))
             continue
@@ -112,16 +126,15 @@ def plan(pictures: Sequence[Picture], order) -> Plan:
         pending = list(order(target))[prefix:]
         if pending and picture.stored != (target, intent.epoch):
             problem = problem or f"rank {rank}: gradients are of {picture.stored}, the intent of {(target, intent.epoch)}"
-        if hurt := picture.lost_gradients.intersection(pending):
-            problem = problem or f"rank {rank}: gradient pages of chunk {min(hurt)} are lost"
-        if picture.digests.get(intent.crc) != intent.body[:3]:
-            problem = problem or f"rank {rank}: scalars, extras or metrics do not match the intent's digest"
-        if names := picture.lost & {f"{name}{target % 2}" for name in ("scalars", "extras", "metrics")}:
-            problem = problem or f"rank {rank}: {', '.join(sorted(names))} lost"
+        if hurt := picture.bad_gradients.intersection(pending):
+            problem = problem or f"rank {rank}: gradients of chunk {min(hurt)} are lost"
+    begun = any(first) or bool(done)
+    if unknown and not begun:  # worth computing again, not worth giving up
+        problem = problem or f"rank {unknown[0]}: metrics of step {target} do not match the intent's digest"
+    if problem and begun:
+        return _refuse(f"{problem}, and a part of update {target} is already in place")
     if problem:
-        if any(first) or done:
-            return _refuse(f"{problem}, and a part of update {target} is already in place")
-        return Plan(Action.REVOKE, f"{problem}; nothing of update {target} is in place", target, intent=intent)
+        return _from_commit(pictures, Plan(Action.REVOKE, f"{problem}; nothing of update {target} is in place", target, intent=intent))
     lacking = tuple(rank for rank, picture in enumerate(pictures) if rank not in done and intent not in picture.log.intents)
     return Plan(
         Action.ROLL_FORWARD,
@@ -131,16 +144,31 @@ def plan(pictures: Sequence[Picture], order) -> Plan:
         intent,
         lacking,
         done,
+        tuple(unknown),
     )
+
+
+def _from_commit(pictures: Sequence[Picture], plan: Plan) -> Plan:
+    """`plan`, which computes again from the commit before its target, if what that reads is whole on all ranks."""
+    commit, unknown = plan.target - 1, []
+    for rank, picture in enumerate(pictures):
+        digest = next(record.body[1:4] for record in picture.log.commits if record.step == commit)
+        damaged = _damaged(picture, commit, digest)
+        if needed := [name for name in damaged if name != "metrics"]:
+            return _refuse(f"{plan.reason}; rank {rank}: {' and '.join(needed)} of commit {commit} are lost and kept nowhere else")
+        if damaged:
+            unknown.append(rank)
+    return dataclasses.replace(plan, unknown_metrics=tuple(unknown))
+
+
+def _damaged(picture: Picture, step: int, digest: tuple[int, ...]) -> list[str]:
+    """Which of the copied regions of `step` do not read as they did when `digest` was taken."""
+    found = picture.digests.get(step, (None, None, None))
+    return [name for name, want, now in zip(("scalars", "extras", "metrics"), digest, found, strict=True) if want != now]
 
 
 def _revoked(intent: Record, pictures: Sequence[Picture]) -> bool:
     return any(revoke.step == intent.step and revoke.epoch > intent.epoch for picture in pictures for revoke in picture.log.revokes)
-
-
-def _lost(pictures: Sequence[Picture], commit: int) -> str:
-    active = {f"{name}{commit % 2}" for name in ("scalars", "extras")}
-    return ", ".join(f"rank {rank}: {name}" for rank, picture in enumerate(pictures) for name in sorted(picture.lost & active))
 
 
 def _refuse(reason: str) -> Plan:

@@ -51,7 +51,8 @@ def recover(
     """
     transaction.at(Phase.TAKEOVER, 0, -1)
     with stage("verify"):
-        plan = recovery.plan(gather(retained.picture()), retained.layout.order)
+        picture = retained.picture()
+        plan = recovery.plan(gather(picture), retained.layout.order)
         if plan.action is Action.FILL:
             return Recovered(plan, None)
         if plan.action is Action.REFUSE:
@@ -59,12 +60,14 @@ def recover(
                 f"{plan.reason}; the retained state is kept, restore from a checkpoint or stop the job with `leto stop`"
             )
         placed = plan.first[rank] if plan.action is Action.ROLL_FORWARD else 0
+        # Update `target` may have begun to stage, even if it is revoked by now: then staging is of its marked chunks and of nothing else.
+        begun = any(intent.step == plan.target for intent in picture.log.intents)
         retained.log.repair()
         lost = retained.metadata.lost()
         for piece in retained.layout.pieces if lost else ():
             if touches(lost, "host", *retained.guard.host_range(piece)):
                 retained.guard.invalidate(piece)
-        repaired = _repair_pages(retained, transaction, plan, placed)
+        repaired, void = _repair_pages(retained, transaction, _versions(retained, plan.target, placed, begun))
     with stage("roll_forward"):
         if plan.action is Action.REVOKE:
             retained.log.write(Point.REVOKE, Record(Kind.REVOKE, transaction.epoch, plan.target))
@@ -75,39 +78,45 @@ def recover(
                 retained.log.write(Point.INTENT_COPY, plan.intent)
             transaction.update(plan.target, plan.intent, placed)
             transaction.commit(plan.target, plan.intent)
-            transaction.drain(plan.target)
+            transaction.drain(plan.target, without=void)
             commit = plan.target
-        else:
-            _drain_staged(retained, commit)
+        elif not begun:
+            staged = (piece for piece in retained.layout.pieces if piece.chunk is not None and piece.index not in void)
+            retained.guard.drain((piece for piece in staged if retained.guard.version(piece) != commit), commit)
         transaction.encode_all(commit)
+        if rank in plan.unknown_metrics:
+            transaction.forget_metrics(commit)
         retained.metadata.clear_lost()
     return Recovered(plan, commit, repaired)
 
 
-def _versions(retained: Retained, plan: Plan, placed: int) -> list[tuple[Piece, int, bool]]:
-    """(piece, version of its data, whether staging may hold its block) for every piece, when `placed` chunks of the plan's target are in place."""
-    marked = set(list(retained.layout.order(plan.target))[:placed])
+def _versions(retained: Retained, target: int, placed: int, begun: bool) -> list[tuple[Piece, int, bool]]:
+    """(piece, version of its data, whether staging may hold its block) for every piece, when `placed` chunks of update `target` are marked."""
+    marked = set(list(retained.layout.order(target))[:placed])
     found = []
     for piece in retained.layout.pieces:
         if piece.chunk is None:
             found.append((piece, retained.guard.version(piece) or 0, False))
         elif piece.chunk in marked:
-            found.append((piece, plan.target, True))
+            found.append((piece, target, True))
         else:
             # An intent is stored only after the drain, so before one exists staging is of the last commit wherever the host copy is not.
-            found.append((piece, plan.target - 1, plan.action is Action.REDO))
+            found.append((piece, target - 1, not begun))
     return found
 
 
-def _repair_pages(retained: Retained, transaction: Transaction, plan: Plan, placed: int) -> int:
-    """Rebuilds what is on the LOST list or fails its checksum. Both tiers of the list: data pages, and parity that must be encoded again."""
-    lost, guard, repaired = retained.metadata.lost(), retained.guard, 0
+def _repair_pages(retained: Retained, transaction: Transaction, versions: Sequence[tuple[Piece, int, bool]]) -> tuple[int, set[int]]:
+    """Rebuilds what is on the LOST list or fails its checksum.
+
+    Returns how many pages, and the pieces whose staged block is lost or damaged.
+    """
+    lost, guard, repaired, void = retained.metadata.lost(), retained.guard, 0, set()
     staging = retained.layout.by_name["staging"]
-    for piece, version, staged in _versions(retained, plan, placed):
+    for piece, version, staged in versions:
         address = retained.layout.address(piece, version)
         if staged and touches(lost, "device", staging.offset + piece.staging, piece.guard_bytes):
-            staged = False
-        block = guard.block(piece, version, staged)
+            void.add(piece.index)
+        block = guard.block(piece, version, staged and piece.index not in void)
         pages = {page for item in lost if item.arena == "device" for page in _pages(item, piece, address)}
         if block is None:
             if pages:
@@ -116,19 +125,15 @@ def _repair_pages(retained: Retained, transaction: Transaction, plan: Plan, plac
                 )
             continue
         parity, checksums = block
-        pages.update(int(page) for page in checksum.locate(checksums, transaction.checksums(piece, version)))
+        suspects = [int(page) for page in checksum.locate(checksums, transaction.checksums(piece, version))]
+        denied = guard.confirm(piece, address, suspects, parity)
+        pages.update(denied)
         if pages:
             repaired += guard.repair(piece, address, sorted(pages), parity, checksums)
-    return repaired
-
-
-def _drain_staged(retained: Retained, commit: int) -> None:
-    """Host copies that did not arrive before the crash, from staging, if staging was not hit."""
-    lost, staging = retained.metadata.lost(), retained.layout.by_name["staging"]
-    behind = [piece for piece in retained.layout.pieces if piece.chunk is not None and retained.guard.version(piece) != commit]
-    intact = [piece for piece in behind if not touches(lost, "device", staging.offset + piece.staging, piece.guard_bytes)]
-    if behind and len(intact) == len(behind):
-        retained.guard.drain(intact, commit)
+        if len(denied) < len(suspects):  # it is the block that is damaged: encode again
+            void.add(piece.index)
+            guard.invalidate(piece)
+    return repaired, void
 
 
 def _pages(lost: LostRange, piece: Piece, address: int) -> range:

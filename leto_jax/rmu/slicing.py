@@ -1,9 +1,9 @@
 """Cuts the update of a whole model into one small decision and many independent leaf updates.
 
-An optax transformation is one function of the whole tree. Here it is traced once and cut by dependency: what mixes leaves or belongs to none
-(global norms, step counts, schedules, loss scales) is small and goes to `Sliced.decide`; what is left depends on one parameter leaf each, and
-leaves with the same arithmetic share one program, `Sliced.apply`. An elementwise program takes any flat range of any of its leaves, so a model
-can be updated chunk by chunk, with chunks that cut or span leaves:
+An optax transformation is one function of the whole tree. Here it is traced once and cut by dependency: what mixes leaves or belongs to
+none (global norms, step counts, schedules, loss scales) is small and goes to `Sliced.decide`; what is left depends on one parameter leaf
+each, and leaves with the same arithmetic share one program, `Sliced.apply`. An elementwise program takes any flat range of any of its
+leaves, so a model can be updated chunk by chunk, with chunks that cut or span leaves:
 
     new_shared, values = sliced.decide(grads, params, states, companions, step, loss)          # once a step
     picked = [values[k] for k in signature.values]
@@ -59,8 +59,8 @@ class LeafSlice:
       shape: of the parameter.
       dtype: of the parameter.
       grad_dtype: of its gradient as compute stores it.
-      frozen: True if training never changes it: its update is zero, it is not floating point, or it is empty. It has no signature; its states pass through
-        and its companions stay as they were made.
+      frozen: True if training never changes it: its update is zero, it is not floating point, or it is empty. It has no signature; its
+        states pass through and its companions stay as they were made.
       needs_grad: False if nothing reads its gradient. A frozen leaf may need one: a global norm counts it.
       signature: index in `Sliced.signatures`, None if frozen.
       states: flat indices of the optimizer states that it owns, in the order of its `state:<k>` ports.
@@ -186,8 +186,8 @@ class Sliced:
         """The part of the update that mixes leaves or belongs to none. Traceable.
 
         Args:
-          grads: gradients in leaf shape and `LeafSlice.grad_dtype`; None where `decide_reads` does not name them, and for leaves that are not floating
-            point.
+          grads: gradients in leaf shape and `LeafSlice.grad_dtype`; None where `decide_reads` does not name them, and for leaves that are
+            not floating point.
           params: parameters, likewise.
           states: optimizer states, likewise.
           companions: not used: a companion feeds nothing but itself.
@@ -221,8 +221,8 @@ class Sliced:
             inputs = [inputs[port.kind] for port in signature.inputs]
         if len(inputs) != len(signature.inputs) or len(values) != len(signature.value_specs):
             raise UsageError(
-                f"expected {len(signature.inputs)} inputs ({', '.join(p.kind for p in signature.inputs)}) and {len(signature.value_specs)} decided "
-                f"values for signature {signature.index}, found {len(inputs)} and {len(values)}"
+                f"expected {len(signature.inputs)} inputs ({', '.join(p.kind for p in signature.inputs)}) and "
+                f"{len(signature.value_specs)} decided values for signature {signature.index}, found {len(inputs)} and {len(values)}"
             )
         first = signature.program.frontier
         wrapped = [_wrapper(self._traced.graph.dtypes[v])(x) for v, x in zip(first, values, strict=True)]
@@ -336,23 +336,24 @@ def slice_update(
 ) -> Sliced:
     """Traces the update of a whole model once and cuts it.
 
-    The update is: gradients cast to the parameter's dtype, `tx.update` (with `value=loss`), `optax.apply_updates`, companions, compute copies.
+    The update is: gradients cast to the parameter's dtype, `tx.update` (with `value=loss`), `optax.apply_updates`, companions, compute
+    copies.
 
     Args:
       tx: any optax transformation, or `optax.MultiSteps`.
       params_struct: tree of arrays or `jax.ShapeDtypeStruct`.
-      grad_dtypes: per parameter leaf, the dtype of its gradient; the parameter's own by default, or where it is None. Ignored for leaves that are not floating point:
-        their gradient is never asked for and counts as zero.
-      after_update: `{name: (init_leaf, f)}`: trees beside the parameters, renewed by `f(new_param, companion, step) -> companion` after each update
-        (the result is cast to the companion's dtype).
+      grad_dtypes: per parameter leaf, the dtype of its gradient; the parameter's own by default, or where it is None. Ignored for leaves
+        that are not floating point: their gradient is never asked for and counts as zero.
+      after_update: `{name: (init_leaf, f)}`: trees beside the parameters, renewed by `f(new_param, companion, step) -> companion` after
+        each update (the result is cast to the companion's dtype).
       compute_dtype: with a dtype, floating leaves of another dtype get a compute copy of that dtype, written with the update.
 
     Returns:
       The sliced update.
 
     Raises:
-      UnsupportedOptimizerError: if an array of more than `SMALL` elements depends on two leaves, if a large state belongs to no leaf, if a state
-        changes its shape or dtype, or if the update has side effects.
+      UnsupportedOptimizerError: if an array of more than `SMALL` elements depends on two leaves, if a large state belongs to no leaf, if a
+        state changes its shape or dtype, or if the update has side effects.
 
     Cost: one trace of `tx.update`, and Python time in proportion to the number of operations. No array is made.
     """
@@ -456,7 +457,8 @@ def _trace(
                 continue
             raise UnsupportedOptimizerError(
                 f"expected optimizer state {path} to stay {expression.aval_text(old.shape, old.dtype)}, found "
-                f"{expression.aval_text(new.shape, new.dtype)} after one update; a retained array keeps its dtype, so fix that of the state (`mu_dtype=`)"
+                f"{expression.aval_text(new.shape, new.dtype)} after one update; a retained array keeps its dtype, so fix that of the "
+                "state (`mu_dtype=`)"
             )
         new_companions = []
         for k, name in enumerate(names):
@@ -524,10 +526,10 @@ def _several(label: int) -> bool:
 def _label(traced: _Traced, owners: Sequence[int | None], alone: bool) -> _Labels:
     """Labels all values, given who owns the states.
 
-    Where leaves meet, either the result is small and belongs to `decide` (a sum of norms), or one leaf's arrays meet a number that comes from
-    another leaf (a gradient divided by the sum, whose last term came from the last leaf): then that number belongs to `decide`, and the result to the
-    leaf. Such a number is found only where it is used, hence the repetition; each pass finds at least one, and few are needed. With `alone`, what
-    reduces a leaf to one number counts as mixing.
+    Where leaves meet, either the result is small and belongs to `decide` (a sum of norms), or one leaf's arrays meet a number that comes
+    from another leaf (a gradient divided by the sum, whose last term came from the last leaf): then that number belongs to `decide`, and
+    the result to the leaf. Such a number is found only where it is used, hence the repetition; each pass finds at least one, and few are
+    needed. With `alone`, what reduces a leaf to one number counts as mixing.
     """
     graph = traced.graph
     start = [0] * len(graph.shapes)
@@ -553,7 +555,7 @@ def _label(traced: _Traced, owners: Sequence[int | None], alone: bool) -> _Label
                 # The arrays that make the result what it is; what else takes part can be lent by `decide`.
                 limit = SMALL if large else 1
                 major = functools.reduce(operator.or_, (own[o] for o in op.operands if graph.size(o) > limit), 0)
-                if (large and not _several(major)) or (major and not _several(major)):
+                if major and not _several(major):
                     lent.update(o for o in op.operands if graph.size(o) <= limit and own[o] & ~major)
                     union = major
                 elif large:
@@ -573,12 +575,12 @@ def _label(traced: _Traced, owners: Sequence[int | None], alone: bool) -> _Label
 def _own(traced: _Traced, alone: bool) -> tuple[list[int | None], _Labels]:
     """Which leaf owns each state: the one on whose gradient, parameter or owned states its new value depends.
 
-    Each state goes from unowned to owned to shared, at most, so ownership settles.
+    A small state goes from unowned to owned to shared, at most, so ownership settles.
     """
     graph = traced.graph
     owners: list[int | None] = [None] * len(traced.states)
     shared = [False] * len(traced.states)
-    while True:
+    for _ in range(3 * len(owners) + 2):
         labels = _label(traced, owners, alone)
         before = (list(owners), list(shared))
         for j, (old, new) in enumerate(zip(traced.states, traced.new_states)):
@@ -597,6 +599,7 @@ def _own(traced: _Traced, alone: bool) -> tuple[list[int | None], _Labels]:
                 owners[j] = leaf
         if before == (owners, shared):
             return owners, labels
+    raise UnsupportedOptimizerError("expected each optimizer state to belong to one parameter leaf or to none, found some that swap leaves")
 
 
 def _beside(traced: _Traced, j: int, leaf: int) -> bool:
@@ -647,9 +650,9 @@ def _refuse_mixing(traced: _Traced, labels: _Labels) -> None:
             leaves = [path for i, path in enumerate(traced.paths) if labels.clashes[index] >> i & 1]
             named = ", ".join(f"params{path}" for path in leaves[:4]) + (f" and {len(leaves) - 4} more" if len(leaves) > 4 else "")
             raise UnsupportedOptimizerError(
-                f"expected every array of more than {SMALL} elements in the update to depend on one parameter leaf, found `{op.primitive.name}` at "
-                f"{op.source()} making {graph.aval(result)} ({graph.size(result)} elements) from {named}; reduce each leaf to something small before "
-                "leaves are combined, as optax.clip_by_global_norm does"
+                f"expected every array of more than {SMALL} elements in the update to depend on one parameter leaf, "
+                f"found `{op.primitive.name}` at {op.source()} making {graph.aval(result)} ({graph.size(result)} elements) from {named}; "
+                "reduce each leaf to something small before leaves are combined, as optax.clip_by_global_norm does"
             )
 
 

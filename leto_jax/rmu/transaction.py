@@ -13,9 +13,10 @@ Retained memory changes only here, in rmp.groups and in train.ring, always throu
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Container, Mapping, Sequence
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
 from leto_jax import errors, faults, records
@@ -52,7 +53,7 @@ class Transaction:
         Cost: writes the state once and encodes it.
         """
         job, retained = self.retained.job, self.retained
-        dirty = retained.life() is not Life.EMPTY
+        dirty = retained.life() is not Life.EMPTY or retained.metadata.lost()
         retained.metadata.write(Point.LIFE_FILLING, Record(Kind.LIFE, self.epoch, step, body=(Life.FILLING,)))
         if dirty:  # a fill that was cut short, or a log of another life: no byte of it may count
             for region in self.layout.regions:
@@ -77,7 +78,7 @@ class Transaction:
         for piece in self.layout.pieces:
             self._encode(piece, step)
         retained.guard.drain(self.layout.pieces, step)
-        retained.log.write(Point.COMMIT, Record(Kind.COMMIT, self.epoch, step))
+        retained.log.write(Point.COMMIT, Record(Kind.COMMIT, self.epoch, step, body=(0, *retained.digest(step))))
         retained.metadata.write(Point.LIFE_LIVE, Record(Kind.LIFE, self.epoch, step, body=(Life.LIVE,)))
 
     # One step ---------------------------------------------------------------------------------------------------------------------
@@ -144,7 +145,7 @@ class Transaction:
                 f"step {step}: loss {float(loss)!r}, sum of squared gradients {float(sumsq)!r}; the state of step {step - 1} is kept. "
                 "Pass non_finite='skip' or 'continue' to TrainStep to go on over such steps"
             )
-        self._store_packed(Point.SCALARS, "scalars", self.layout.scalars, step, [*shared, *values, loss, sumsq, verdict])
+        self._store_packed(Point.SCALARS, "scalars", self.layout.scalars, step, [*shared, *values, retained.gradient_sums(), loss, sumsq, verdict])
         intent = Record(Kind.INTENT, self.epoch, step, body=(*retained.digest(step), len(self.layout.chunks)))
         retained.log.write(Point.INTENT, intent)
         if intent not in retained.log.read().intents:
@@ -181,20 +182,29 @@ class Transaction:
         Crash: all chunks are marked, or the commit counts.
         """
         self.at(Phase.COMMIT, step, -1)
-        self.retained.log.write(Point.COMMIT, Record(Kind.COMMIT, self.epoch, step, body=(intent.crc,)))
+        self.retained.log.write(Point.COMMIT, Record(Kind.COMMIT, self.epoch, step, body=(intent.crc, *intent.body[:3])))
         self._pending, self._committed_ns = step, time.monotonic_ns()
         self.at(Phase.BODY, step, -1)
 
-    def drain(self, commit: int) -> None:
-        """Brings the host copy of the parity to `commit`, if it is not there yet. Before the next intent this is always done."""
+    def drain(self, commit: int, without: Container[int] = ()) -> None:
+        """Brings the host copy of the parity to `commit`, if it is not there yet. Before the next intent this is always done.
+
+        without: indices of pieces whose staged block is not to be used.
+        """
         if self._pending != commit:
             return
         self.at(Phase.DRAIN, commit, -1)
-        self.retained.guard.drain((piece for piece in self.layout.pieces if piece.chunk is not None), commit)
+        self.retained.guard.drain((piece for piece in self.layout.pieces if piece.chunk is not None and piece.index not in without), commit)
         self._pending = None
         self.stale_ns += time.monotonic_ns() - self._committed_ns
 
     # ------------------------------------------------------------------------------------------------------------------------------
+
+    def forget_metrics(self, commit: int) -> None:
+        """Stores what says that the metrics of `commit` are unknown: not a number, or zero for integers."""
+        kinds = programs.structs(self.layout.metrics.leaves)
+        blanks = [np.full(x.shape, np.nan if jnp.issubdtype(x.dtype, jnp.inexact) else 0, x.dtype) for x in kinds]
+        self._store_packed(Point.METRICS, "metrics", self.layout.metrics, commit, blanks)
 
     def encode_all(self, commit: int) -> None:
         """Encodes every piece whose host copy is not of `commit` again, from the data. For a takeover that found stale parity."""
@@ -226,10 +236,15 @@ class Transaction:
             block = guard.block(piece, version, staged=False) if version is not None else None
             if block is not None:
                 address = self.layout.address(piece, commit)
-                lost = guard.verify(piece, address, block[1], page, count)
-                if lost:
+                if guard.verify(piece, address, block[1], page, count):
+                    # A group reaches beyond the slice, and is repaired as a whole or not at all.
+                    suspects = guard.verify(piece, address, block[1], 0, piece.pages)
+                    lost = guard.confirm(piece, address, suspects, block[0])
                     guard.repair(piece, address, lost, *block)
-                    damaged = True
+                    damaged = damaged or bool(lost)
+                    if len(lost) < len(suspects):  # it is the block that was damaged
+                        self._encode(piece, commit)
+                        guard.drain([piece], version)
             budget, page = budget - count, page + count
             if page == piece.pages:
                 number, page = (number + 1) % len(self.layout.pieces), 0

@@ -1,7 +1,7 @@
 """Entry of every trainer and shadow: `python -m leto_jax.shadow.child SCRIPT ARGS...` runs the user's script as `__main__`, guarded.
 
-The guardian thread sees the sockets of manager and agent. One of them may die and come back; when both are gone, nobody is left to
-end this process and its descendants, so it does that itself.
+The guardian thread sees the sockets of manager and agent close. When nobody is left to end this process and its descendants, it does that
+itself.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from leto_jax.manager import fence, protocol
 from leto_jax.shadow.member import AGENT_SOCKET
 
 _PR_SET_PDEATHSIG = 1
-RETURN_SECS = 10.0  # for a manager or agent to be there again, or for the manager to end us
+RETURN_SECS = 10.0  # for the manager to end us when the agent is dead
 
 
 def main() -> None:
@@ -45,47 +45,63 @@ def _die_with_parent() -> None:
 
 
 class Guardian(threading.Thread):
-    """Watches both sockets from connections of its own."""
+    """Watches manager and agent from connections of its own.
+
+    A manager may die and be replaced. An agent's death is final, also where another one answers at its place soon: that one starts processes
+    of its own, and before it does, the manager has ended us. So without an agent this is for when the manager cannot, or is gone too.
+    """
 
     def __init__(self, process: Process):
         super().__init__(name="leto-guardian", daemon=True)
-        self._paths = [process.socket, process.socket.parent / AGENT_SOCKET]
+        self._manager_path = process.socket
+        self._agent_path = process.socket.parent / AGENT_SOCKET
         self._token = os.environ.get(fence.TOKEN_VARIABLE)
 
     def run(self) -> None:
-        sockets: list[socket.socket | None] = [None, None]
-        gone_since: list[float | None] = [None, None]
-        while True:
-            for side, path in enumerate(self._paths):
-                if sockets[side] is None:
-                    try:
-                        sockets[side] = protocol.connect(path, deadline=time.monotonic() + 1.0)
-                        gone_since[side] = None
-                    except (errors.JobError, errors.DeadlineError, OSError):
-                        gone_since[side] = gone_since[side] or time.monotonic()
-            if all(sock is None for sock in sockets):
-                self._end()
-            # An agent does not come back for its children: a new one starts new ones. The manager kills us; this is for when it cannot.
-            if gone_since[1] is not None and time.monotonic() - gone_since[1] > RETURN_SECS:
-                self._end()
-            live = [sock for sock in sockets if sock is not None]
-            readable, _, _ = select.select(live, [], [], 0.2 if len(live) < 2 else 5.0)
-            for sock in readable:
-                try:
-                    closed = not sock.recv(4096)
-                except BlockingIOError:
-                    closed = False
-                except OSError:
-                    closed = True
-                if closed:
-                    sock.close()
-                    sockets[sockets.index(sock)] = None
-
-    def _end(self) -> None:
-        print("leto: state manager and agent are both gone; this process ends", file=sys.stderr, flush=True)
+        agent, manager = _connect(self._agent_path), _connect(self._manager_path)
+        while agent is not None:
+            if manager is None:
+                manager = _connect(self._manager_path)
+            closed = _closed([agent] if manager is None else [agent, manager], 0.2 if manager is None else 5.0)
+            manager = None if manager in closed else manager
+            agent = None if agent in closed else agent
+        if manager is not None:
+            _closed([manager], RETURN_SECS)
+        print("leto: agent and state manager are gone; this process ends", file=sys.stderr, flush=True)
         if self._token:
             fence.fence(self._token, [], deadline_secs=5.0)
         os.kill(os.getpid(), signal.SIGKILL)
+
+
+def _connect(path: Path) -> socket.socket | None:
+    try:
+        return protocol.connect(path, deadline=time.monotonic() + 1.0)
+    except (errors.JobError, errors.DeadlineError):
+        return None
+
+
+def _closed(sockets: list[socket.socket], secs: float) -> list[socket.socket]:
+    """Those of `sockets` whose peer is gone; waits until there is one, at most `secs`."""
+    until = time.monotonic() + secs
+    poller = select.poll()
+    for sock in sockets:
+        poller.register(sock, select.POLLIN)
+    while True:
+        ready = {fd for fd, _ in poller.poll(max(until - time.monotonic(), 0.0) * 1000)}
+        closed = [sock for sock in sockets if sock.fileno() in ready and _is_closed(sock)]
+        if closed or time.monotonic() >= until:
+            for sock in closed:
+                sock.close()
+            return closed
+
+
+def _is_closed(sock: socket.socket) -> bool:
+    try:
+        return not sock.recv(4096)
+    except BlockingIOError:
+        return False
+    except OSError:
+        return True
 
 
 if __name__ == "__main__":

@@ -15,8 +15,10 @@ from collections.abc import Callable, Mapping
 
 import jax
 from jax.experimental import serialize_executable
+from jax.experimental.compilation_cache import compilation_cache
 
 from leto_jax import errors
+from leto_jax import layout as layouts
 from leto_jax.rmu.programs import Job
 
 MAGIC = b"LETOPROG"
@@ -26,7 +28,10 @@ _HEAD = struct.Struct("<8sIIQ")
 
 @dataclasses.dataclass(frozen=True)
 class Identity:
-    """What must be equal for two processes to be incarnations of one job: plan, programs, and what they are compiled with."""
+    """What must be equal for two processes to be incarnations of one job: plan, programs, and what they are compiled with.
+
+    layout: as `layout.to_bytes` writes it, so that a difference has the name of its leaf. programs: name and hash of the StableHLO.
+    """
 
     layout: str
     programs: tuple[tuple[str, str], ...]
@@ -45,11 +50,12 @@ class Identity:
             raise errors.RecordError(f"identity: expected what the first incarnation published, found {data[:60]!r}; stop the job with `leto stop`") from exception
 
     def require_equal(self, mine: Identity) -> None:
-        """Raises IdentityError naming the first thing in which this process differs from the job."""
+        """Raises IdentityError or LayoutError naming the first thing in which this process differs from the job."""
         advice = "the running job keeps its own programs; undo the change, or stop the job and start anew"
         for (name, theirs), (_, ours) in zip(self.environment, mine.environment, strict=False):
             if theirs != ours:
                 raise errors.IdentityError(f"{name}: the job runs with {theirs!r}, this process with {ours!r}; {advice}")
+        layouts.require_equal(layouts.from_bytes(self.layout.encode()), layouts.from_bytes(mine.layout.encode()))
         job, here = dict(self.programs), dict(mine.programs)
         for name in [*job, *(name for name in here if name not in job)]:
             if job.get(name) != here.get(name):
@@ -57,8 +63,6 @@ class Identity:
                     f"program {name!r}: the job compiled {job.get(name, 'nothing')[:12]}, this process would compile {here.get(name, 'nothing')[:12]}; "
                     f"the script or what it imports was edited while the job runs: {advice}"
                 )
-        if self.layout != mine.layout:
-            raise errors.IdentityError(f"layout: the job has {self.layout[:12]}, this process {mine.layout[:12]}; {advice}")
 
 
 def lower(job: Job) -> dict[str, jax.stages.Lowered]:
@@ -77,11 +81,22 @@ def identify(job: Job, lowered: Mapping[str, jax.stages.Lowered]) -> Identity:
         "jax_default_matmul_precision": str(jax.config.jax_default_matmul_precision),
     }
     hashes = {name: hashlib.sha256(item.as_text().encode()).hexdigest() for name, item in lowered.items()}
-    return Identity(job.layout.fingerprint, tuple(hashes.items()), tuple(environment.items()))
+    return Identity(layouts.to_bytes(job.layout).decode(), tuple(hashes.items()), tuple(environment.items()))
 
 
-def compile_all(lowered: Mapping[str, jax.stages.Lowered]) -> dict[str, jax.stages.Compiled]:
-    return {name: item.compile() for name, item in lowered.items()}
+def compile_all(lowered: Mapping[str, jax.stages.Lowered], to_pack: bool = False) -> dict[str, jax.stages.Compiled]:
+    """Compiles every program. to_pack: past JAX's persistent cache, since what XLA for the CPU has loaded from there it cannot serialize
+    again (the bytes load elsewhere, and then lack their functions)."""
+    if not to_pack:
+        return {name: item.compile() for name, item in lowered.items()}
+    enabled = jax.config.jax_enable_compilation_cache
+    jax.config.update("jax_enable_compilation_cache", False)
+    compilation_cache.reset_cache()  # it remembers whether it is used
+    try:
+        return compile_all(lowered)
+    finally:
+        jax.config.update("jax_enable_compilation_cache", enabled)
+        compilation_cache.reset_cache()
 
 
 def pack(compiled: Mapping[str, jax.stages.Compiled]) -> bytes:

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
-from flax import linen as _linen, nnx as _nnx
+from flax import linen as _linen
+from flax import nnx as _nnx
 
 from leto_jax import errors
 
@@ -30,14 +31,16 @@ def nnx(make_model: Callable[[_nnx.Rngs], _nnx.Module], loss: Callable) -> tuple
     Raises UsageError: here for arguments of another kind, and when traced for a make_model or loss that returns something else.
     """
     if isinstance(make_model, _nnx.Module | _linen.Module):
-        raise errors.UsageError(f"leto.flax.nnx: make_model: expected a function of rngs, found a {type(make_model).__name__}; write lambda rngs: {type(make_model).__name__}(..., rngs=rngs)")
+        name = type(make_model).__name__
+        raise errors.UsageError(
+            f"leto.flax.nnx: make_model: expected a function of rngs, found a {name}; write lambda rngs: {name}(..., rngs=rngs)"
+        )
     if not callable(make_model):
-        raise errors.UsageError(f"leto.flax.nnx: make_model: expected a function of rngs, found {type(make_model).__name__}")
+        raise errors.UsageError(f"leto.flax.nnx: make_model: expected a function of rngs, found {_kind(make_model)}")
     _require_callable("nnx", loss, "loss(model, batch)")
 
     def init(key):
-        _, params, extras = _nnx.split(_build(make_model, key), _nnx.Param, ...)
-        return _nnx.to_pure_dict(params), _nnx.to_pure_dict(extras)
+        return _split(_build(make_model, key))
 
     return init, NnxLoss(make_model, loss)
 
@@ -51,12 +54,12 @@ class NnxLoss:
     def __call__(self, params: PyTree, extras: PyTree, batch: PyTree, key: jax.Array):
         model = self.model(params, extras)
         streams = {stream.key.tag for _, stream in _nnx.iter_graph(model) if isinstance(stream, _nnx.RngStream)}
-        _nnx.reseed(model, policy="match_shape", **{name: jax.random.fold_in(key, n) for n, name in enumerate(sorted(streams))})
+        seeds: dict[str, Any] = _keys(sorted(streams), key)
+        _nnx.reseed(model, policy="match_shape", **seeds)
         value, metrics = _value_and_metrics("nnx", self._loss(model, batch))
-        new_extras = _nnx.to_pure_dict(_nnx.split(model, _nnx.Param, ...)[2])
-        return value, (new_extras, metrics)
+        return value, (_split(model)[1], metrics)
 
-    def model(self, params: PyTree, extras: PyTree) -> _nnx.Module:
+    def model(self, params: PyTree, extras: PyTree) -> Any:
         """The model with these values, in training mode as `make_model` left it; `model.eval()` switches.
 
         It shares the arrays that it is given: a model of `state.params` ends with that state, as the arrays do.
@@ -70,7 +73,9 @@ class NnxLoss:
         return _nnx.split(_nnx.eval_shape(lambda: _build(self._make_model, jax.random.key(0))))[0]
 
 
-def linen(model: _linen.Module, loss: Callable, example: tuple, *, rngs: tuple[str, ...] = ("dropout",), **init_options: Any) -> tuple[Callable, Callable]:
+def linen(
+    model: _linen.Module, loss: Callable, example: tuple, *, rngs: tuple[str, ...] = ("dropout",), **init_options: Any
+) -> tuple[Callable, Callable]:
     """`(init, loss_fn)` for a flax.linen model.
 
     The collection 'params' is the parameters, the other collections that `model.init` makes ('batch_stats') are extras.
@@ -85,10 +90,12 @@ def linen(model: _linen.Module, loss: Callable, example: tuple, *, rngs: tuple[s
     Raises UsageError: here for arguments of another kind, and when traced for a loss that returns something else.
     """
     if not isinstance(model, _linen.Module):
-        raise errors.UsageError(f"leto.flax.linen: model: expected a flax.linen.Module, found {_kind(model)}; nnx models go to leto.flax.nnx")
+        raise errors.UsageError(
+            f"leto.flax.linen: model: expected a flax.linen.Module, found {_kind(model)}; nnx models go to leto.flax.nnx"
+        )
     _require_callable("linen", loss, "loss(apply, batch)")
     if not isinstance(example, tuple):
-        raise errors.UsageError(f"leto.flax.linen: example: expected a tuple of arguments for init, found {type(example).__name__}; write (x,)")
+        raise errors.UsageError(f"leto.flax.linen: example: expected a tuple of arguments for init, found {_kind(example)}; write (x,)")
     if isinstance(rngs, str) or "params" in rngs:
         raise errors.UsageError(f"leto.flax.linen: rngs: expected a tuple of stream names besides 'params', found {rngs!r}")
 
@@ -104,7 +111,8 @@ def linen(model: _linen.Module, loss: Callable, example: tuple, *, rngs: tuple[s
             nonlocal calls
             clash = sorted({"rngs", "mutable"} & kwargs.keys())
             if clash:
-                raise errors.UsageError(f"leto.flax.linen: apply: expected no {clash[0]!r}, it is set here; name RNG streams in leto.flax.linen(rngs=...), mutable are the collections that init makes")
+                advice = "name RNG streams in leto.flax.linen(rngs=...); mutable are the collections that init makes"
+                raise errors.UsageError(f"leto.flax.linen: apply: expected no {clash[0]!r}, it is set here; {advice}")
             streams = _keys(rngs, jax.random.fold_in(key, calls))
             calls += 1
             out, updated = model.apply({"params": params, **collections}, *args, rngs=streams, mutable=list(extras), **kwargs)
@@ -124,7 +132,13 @@ def _build(make_model: Callable[[_nnx.Rngs], _nnx.Module], key: jax.Array) -> _n
     return model
 
 
-def _keys(names: tuple[str, ...], key: jax.Array) -> dict[str, jax.Array]:
+def _split(model: _nnx.Module) -> tuple[PyTree, PyTree]:
+    """(parameters, extras) of a model as plain dicts of arrays."""
+    params, extras = _nnx.state(model, _nnx.Param, ...)
+    return _nnx.to_pure_dict(params), _nnx.to_pure_dict(extras)
+
+
+def _keys(names: Sequence[str], key: jax.Array) -> dict[str, jax.Array]:
     return {name: jax.random.fold_in(key, n) for n, name in enumerate(names)}
 
 

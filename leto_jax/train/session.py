@@ -102,6 +102,20 @@ class Session:
         if self._entered:
             raise errors.UsageError("session: expected to be entered once, found a second time; make a new session")
         self._entered = True
+        if self._process is None or self._process.role == "plan":
+            self._enter()
+            return self
+        self._member = member = Member(self._process)
+        try:
+            self._enter()
+        except (errors.ProtocolError, errors.DeadlineError):
+            raise  # of the processes around us, not of the script: the next one may have better luck
+        except errors.LetoError as exception:
+            member.event("refused", reason=str(exception))
+            raise
+        return self
+
+    def _enter(self) -> None:
         self._device = _only_device()
         key = self._key if programs.is_key(self._key) else jax.random.wrap_key_data(self._key)
         self._key_data = jax.random.key_data(key)
@@ -113,23 +127,21 @@ class Session:
             raise SystemExit(0)
         lowered = executables.lower(self._job)
         self._compiles = _count_compiles()
-        if self._process is None:
+        if self._process is None or self._member is None:
             print("leto: not started by `leto run`: training unprotected, with the same programs and the same results", file=sys.stderr, flush=True)
             self._injector = Injector(None)
             self._begin(executables.compile_all(lowered), private_arenas(self._job.layout), epoch=1)
+            return
+        self._control = self._member.control()
+        self._injector = Injector(self._control)
+        identity = executables.identify(self._job, lowered)
+        if self._process.role == "shadow":
+            self._wait_as_shadow(lowered, identity)
         else:
-            self._member = Member(self._process)
-            self._control = self._member.control()
-            self._injector = Injector(self._control)
-            identity = executables.identify(self._job, lowered)
-            if self._process.role == "shadow":
-                self._wait_as_shadow(lowered, identity)
-            else:
-                run = self._compile_or_load(lowered, identity)
-                self._control.claim(os.getpid(), self._process.incarnation, self.steps)
-                arenas = self._member.take_arenas(self._job.layout)
-                self._begin(run, arenas, arenas.metadata.epoch)
-        return self
+            run = self._compile_or_load(lowered, identity)
+            self._control.claim(os.getpid(), self._process.incarnation, self.steps)
+            arenas = self._member.take_arenas(self._job.layout)
+            self._begin(run, arenas, arenas.metadata.epoch)
 
     def _compile_or_load(self, lowered, identity: executables.Identity) -> Mapping[str, Callable]:
         """As trainer: executables from the job if it has any, else compiled here and published."""
@@ -138,7 +150,7 @@ class Session:
         found = member.published()
         if found is None:
             member.event("compiling", programs=len(lowered))
-            compiled = executables.compile_all(lowered)
+            compiled = executables.compile_all(lowered, to_pack=True)
             blob = executables.pack(compiled)
             member.lease()
             member.publish(identity.to_bytes(), blob)
@@ -147,14 +159,9 @@ class Session:
         return self._load(found, lowered, identity)
 
     def _load(self, found, lowered, identity: executables.Identity) -> Mapping[str, Callable]:
-        assert self._member is not None
         theirs, blob = found
-        try:
-            executables.Identity.from_bytes(theirs).require_equal(identity)
-        except errors.IdentityError as exception:
-            self._member.event("refused", reason=str(exception))
-            raise
         with blob:
+            executables.Identity.from_bytes(theirs).require_equal(identity)
             return executables.unpack(memoryview(blob.read()), lowered)
 
     def _wait_as_shadow(self, lowered, identity: executables.Identity) -> None:
@@ -257,6 +264,8 @@ class Session:
         self._iterated = True
         if self._takeover is not None and self._commit > self._first:
             self.replayed, self._current = True, self._commit
+            if self._control is not None:
+                self._control.enter(Phase.BODY)
             yield self._commit, self._pending.pop(self._commit)
             self._require_stepped()
         self.replayed = False
@@ -363,19 +372,21 @@ class Session:
 
     def _at(self, phase: Phase, step: int, chunk: int) -> None:
         """Told by the transaction where the step is: control words for the agent, then crash points."""
-        if self._control is not None:
-            self._control.enter(phase)
+        control = self._control
+        if control is not None:
+            control.enter(phase)
+            if phase is Phase.BODY:  # committed: no work of this step can be lost any more
+                control[Word.COMMIT] = step
+                control[Word.ARMED_SINCE_NS] = 0
             self._injector.check(phase, step, chunk)
         faults.reach(phase, step, chunk)
 
     def _observe_commit(self, begin: int, end: int) -> None:
         control, takeover = self._control, self._takeover
         assert control is not None and self._member is not None
-        control[Word.COMMIT] = self._commit
         control[Word.LAST_STEP_NS] = end - begin
         control[Word.STEP_NS_TOTAL] = control[Word.STEP_NS_TOTAL] + end - begin
         control[Word.STALE_NS_TOTAL] = self._transaction.stale_ns
-        control[Word.ARMED_SINCE_NS] = 0
         control[Word.STEPS_DONE] = control[Word.STEPS_DONE] + 1
         if control[Word.STEPS_DONE] == 1:
             control[Word.FIRST_COMMIT_NS] = end
@@ -457,9 +468,12 @@ def _stored(batch: PyTree) -> list[np.ndarray]:
 
 def _only_device() -> jax.Device:
     """The device of this rank. Raises UsageError where this version cannot retain its memory."""
+    if jax.distributed.is_initialized():
+        raise errors.UsageError(
+            f"jax.distributed: expected it not to be initialized, found process {jax.process_index()} of {jax.process_count()}; "
+            "trainer and shadow are jobs of their own, and this version runs one rank per job: remove jax.distributed.initialize()"
+        )
     devices = jax.local_devices()
-    if jax.process_count() > 1:
-        raise errors.UsageError(f"jax.distributed: expected one process, found {jax.process_count()}; this version runs one rank per job, do not call jax.distributed.initialize()")
     if devices[0].platform != "cpu":
         raise errors.UsageError(f"device: expected the CPU backend, found {devices[0].platform!r}; set JAX_PLATFORMS=cpu (retained GPU memory is not in this version)")
     return devices[0]

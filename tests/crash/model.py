@@ -219,13 +219,14 @@ def decode(rows: np.ndarray, parity: dict[int, np.ndarray], lost: list[int]) -> 
 
 
 class Machine:
-    def __init__(self, seed=0, crash_at=None, mode="torn"):
-        self.rng, self.crash_at, self.mode, self.count, self.last = random.Random(seed), crash_at, mode, 0, ""
+    """favour: the rank that runs ahead of the others as far as the gathers let it; None: all at random."""
+
+    def __init__(self, seed=0, crash_at=None, mode="torn", favour=None):
+        self.rng, self.crash_at, self.mode, self.favour, self.count = random.Random(seed), crash_at, mode, favour, 0
 
     def store(self, s: Store) -> None:
         """`before`: nothing of the store. `torn`: a random prefix or random aligned words of it, never the last eight bytes. `after`."""
         self.count += 1
-        self.last = s.what
         crash = self.count == self.crash_at
         data, size = np.frombuffer(s.data, np.uint8), len(s.data)
         target = s.array[s.offset:s.offset + size]
@@ -249,7 +250,7 @@ class Machine:
                 assert not done, "a gather that not all ranks take part in: a hang"
                 send, waiting = [[waiting[i] for i in range(len(programs))]] * len(programs), {}
                 continue
-            i = ready[0] if len(ready) == 1 else self.rng.choice(ready)
+            i = self.favour if self.favour in ready else ready[0] if len(ready) == 1 else self.rng.choice(ready)
             try:
                 want = programs[i].send(send[i])
                 send[i] = None

@@ -122,8 +122,8 @@ def every_crash(seed, ranks, modes=MODES, small=False):
     job, states = start(seed, ranks, small, steps=3)
     job, met = live(job), Counter()
     for n in range(1, stores(job, states) + 1):
-        for mode in modes:
-            machine = Machine(1, n, mode)
+        for mode, favour in [(mode, None) for mode in modes] + [("torn", rank) for rank in range(ranks) if ranks > 1]:
+            machine = Machine(1, n, mode, favour)
             plans = drive(job.copy(), states, [machine], recover=False)
             assert machine.count == n and plans, f"crash {n} did not fire"
             met[plans[0].action] += 1
@@ -164,10 +164,11 @@ def test_crash_at_every_store_of_a_fill_over_a_live_arena(ranks):
         machine = Machine(1)
         job.copy().recover(machine, refill=True)
         for n in range(1, machine.count + 1, ranks):
-            late = job.copy()
-            with pytest.raises(Crash):
-                late.recover(Machine(1, n, "torn"), refill=True)
-            drive(late, states, [])
+            for favour in range(ranks):
+                late = job.copy()
+                with pytest.raises(Crash):
+                    late.recover(Machine(1, n, "torn", favour), refill=True)
+                drive(late, states, [])
 
 
 def every_nested_crash(seed, ranks, modes, stride=1):
@@ -177,7 +178,7 @@ def every_nested_crash(seed, ranks, modes, stride=1):
         for mode in modes:
             outer = job.copy()
             with pytest.raises(Crash):
-                outer.train(Machine(1, n, mode), max(states))
+                outer.train(Machine(1, n, mode, n % (ranks + 1)), max(states))
             machine = Machine(2)
             outer.copy().recover(machine)
             for k in range(1, machine.count + 1):
@@ -226,7 +227,7 @@ def every_loss(seed, ranks, prefix, stride=1, most=10**9, nested=False):
     for n in range(1, stores(job, states) + 1, stride):
         crashed = job.copy()
         with pytest.raises(Crash):
-            crashed.train(Machine(1, n, "torn"), max(states))
+            crashed.train(Machine(1, n, "torn", n // 2 % (ranks + 1)), max(states))
         marked = any(r.commit() == step + 1 or ((i := r.intent(step + 1)) and r.marks(i)) for r in crashed.ranks
                      for step in [min(r.commit() for r in crashed.ranks)])
         candidates = pages(crashed, prefix)
@@ -263,6 +264,57 @@ def test_one_lost_page_at_any_time_of_many_layouts(seed, ranks, prefix):
     every_loss(seed, ranks, prefix, nested=True)
 
 
+def scenes(seed, ranks, prefix):
+    """Jobs that died with a page of `prefix` lost, one for each thing that recovery may do then; as many crash points as there are."""
+    job, states = start(seed, ranks, small=True, steps=2)
+    job, rng, found = live(job), random.Random(seed), {}
+    for n in range(1, stores(job, states) + 1):
+        crashed = job.copy()
+        with pytest.raises(Crash):
+            crashed.train(Machine(1, n, "torn"), max(states))
+        lose(crashed, [rng.choice(pages(crashed, prefix))], rng)
+        probe, machine = crashed.copy(), Machine(2)
+        try:
+            plan = probe.recover(machine)
+        except Refused:
+            continue
+        found.setdefault(plan.action, []).append((crashed, machine.count))
+    return states, found, rng
+
+
+@pytest.mark.parametrize("prefix", LOSSES)
+def test_crash_at_every_store_of_a_recovery_from_a_lost_page(prefix):
+    states, found, rng = scenes(0, 1, prefix)
+    for crashed in found.values():
+        for hurt, count in rng.sample(crashed, min(4, len(crashed))):
+            for k in range(1, count + 1):
+                try:
+                    drive(hurt.copy(), states, [Machine(2, k, "torn")])
+                except Refused as error:
+                    pytest.fail(f"crash {k} in the recovery from a lost page of {prefix}: {error}")
+
+
+@pytest.mark.parametrize(("first", "second"), [("grads", ("lane",)), ("grads", ("parity",)), ("grads", ("lane", "parity")), ("staging", ("parity", "lane")),
+                                               ("parity", ("staging", "lane")), ("log/0", ("log/1",)), ("lane", ("lane",))])
+def test_a_second_loss_soon_after_a_recovery(first, second):
+    """The second crash falls into the recovery from the first loss or into the compute after it."""
+    states, found, rng = scenes(7, 1, first)
+    met = Counter()
+    for _ in range(250):
+        hurt, count = rng.choice(found[rng.choice(sorted(found))])
+        hurt, faults = hurt.copy(), iter([second])
+
+        def inject(job, faults=faults):
+            for prefix in next(faults, ()):
+                lose(job, [rng.choice(pages(job, prefix))], rng)
+
+        try:
+            met[len(drive(hurt, states, [Machine(rng.random(), rng.randrange(1, count + 12), "torn")], inject=inject))] += 1
+        except Refused as error:
+            met[str(error)] += 1
+    print(dict(met))
+
+
 def test_more_lost_than_parity_rows_is_refused_and_both_log_copies_too():
     job, states = start(2, 1, steps=2)
     job, rng = live(job), random.Random(0)
@@ -296,7 +348,8 @@ def random_history(seed):
             met["lost " + loss[1].split("/")[0]] += 1
 
     while True:
-        machines = [Machine(rng.random(), rng.choice([rng.randrange(1, 30), rng.randrange(1, 400)]), rng.choice(MODES))
+        machines = [Machine(rng.random(), rng.choice([rng.randrange(1, 30), rng.randrange(1, 400)]), rng.choice(MODES),
+                            rng.choice([None, *range(ranks)]))
                     for _ in range(budget)]
         budget = 0
         try:

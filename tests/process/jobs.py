@@ -269,6 +269,12 @@ class Run:
             raise AssertionError(f"{kind} in {phase} {options}: {fired[0]}\n{self.err}") from fired[0]
         return fired[0]
 
+    def inject_in_the_next_takeover(self, kind: str) -> None:
+        """Asks for a failure of whoever takes over next, and returns once the agent knows."""
+        count = len(self.events("inject"))
+        threading.Thread(target=lambda: self.inject(kind, "takeover"), daemon=True).start()
+        self.wait_for("inject", count + 1)
+
     def kill_agent(self) -> None:
         self.process.kill()
         self.process.wait(END_SECS)

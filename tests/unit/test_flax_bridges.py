@@ -130,7 +130,9 @@ def test_linen_equals_a_plain_loop():
     def plain_step(params, stats, opt_state, batch, key):
         def loss(params):
             rngs = {"dropout": jax.random.fold_in(jax.random.fold_in(key, 0), 0)}
-            logits, updated = net.apply({"params": params, "batch_stats": stats}, batch["x"], train=True, rngs=rngs, mutable=["batch_stats"])
+            logits, updated = net.apply(
+                {"params": params, "batch_stats": stats}, batch["x"], train=True, rngs=rngs, mutable=["batch_stats"]
+            )
             value = optax.softmax_cross_entropy_with_integer_labels(logits, batch["y"]).mean()
             return value, (updated["batch_stats"], {"right": (logits.argmax(-1) == batch["y"]).mean()})
 
@@ -281,22 +283,28 @@ ok = lambda model, batch: jnp.zeros(())
 @pytest.mark.parametrize(
     ("call", "message"),
     [
-        (lambda: leto.flax.nnx(Block(nnx.Rngs(0)), ok), r"leto.flax.nnx: make_model: expected a function of rngs, found a Block; write lambda rngs: Block\(..., rngs=rngs\)"),
-        (lambda: leto.flax.nnx(Cnn(), ok), "leto.flax.nnx: make_model: expected a function of rngs, found a Cnn"),
-        (lambda: leto.flax.nnx(3, ok), "leto.flax.nnx: make_model: expected a function of rngs, found int"),
-        (lambda: leto.flax.nnx(Block, None), r"leto.flax.nnx: loss: expected a function loss\(model, batch\), found NoneType"),
-        (lambda: leto.flax.nnx(lambda rngs: Cnn(), ok)[0](KEY), r"leto.flax.nnx: make_model\(rngs\): expected an nnx.Module, found Cnn"),
-        (lambda: leto.flax.nnx(lambda rngs: Block, ok)[0](KEY), r"leto.flax.nnx: make_model\(rngs\): expected an nnx.Module, found class Block"),
-        (lambda: leto.flax.linen(Block(nnx.Rngs(0)), ok, ()), "leto.flax.linen: model: expected a flax.linen.Module, found Block; nnx models go to leto.flax.nnx"),
-        (lambda: leto.flax.linen(Cnn, ok, ()), "leto.flax.linen: model: expected a flax.linen.Module, found class Cnn"),
-        (lambda: leto.flax.linen(Cnn(), "loss", ()), r"leto.flax.linen: loss: expected a function loss\(apply, batch\), found str"),
-        (lambda: leto.flax.linen(Cnn(), ok, np.zeros(3)), r"leto.flax.linen: example: expected a tuple of arguments for init, found ndarray; write \(x,\)"),
-        (lambda: leto.flax.linen(Cnn(), ok, (), rngs="dropout"), "leto.flax.linen: rngs: expected a tuple of stream names besides 'params', found 'dropout'"),
-        (lambda: leto.flax.linen(Cnn(), ok, (), rngs=("params",)), r"leto.flax.linen: rngs: expected a tuple of stream names besides 'params', found \('params',\)"),
+        (
+            lambda: leto.flax.nnx(Block(nnx.Rngs(0)), ok),
+            r"nnx: make_model: expected .*, found a Block; write lambda rngs: Block\(..., rngs=rngs\)",
+        ),
+        (lambda: leto.flax.nnx(Cnn(), ok), "nnx: make_model: expected a function of rngs, found a Cnn"),
+        (lambda: leto.flax.nnx(3, ok), "nnx: make_model: expected a function of rngs, found int"),
+        (lambda: leto.flax.nnx(Block, None), r"nnx: loss: expected a function loss\(model, batch\), found NoneType"),
+        (lambda: leto.flax.nnx(lambda rngs: Cnn(), ok)[0](KEY), r"nnx: make_model\(rngs\): expected an nnx.Module, found Cnn"),
+        (lambda: leto.flax.nnx(lambda rngs: Block, ok)[0](KEY), r"nnx: make_model\(rngs\): expected an nnx.Module, found class Block"),
+        (lambda: leto.flax.linen(Block(nnx.Rngs(0)), ok, ()), "linen: model: expected a flax.linen.Module, found Block; nnx models go to"),
+        (lambda: leto.flax.linen(Cnn, ok, ()), "linen: model: expected a flax.linen.Module, found class Cnn"),
+        (lambda: leto.flax.linen(Cnn(), "loss", ()), r"linen: loss: expected a function loss\(apply, batch\), found str"),
+        (lambda: leto.flax.linen(Cnn(), ok, np.zeros(3)), r"linen: example: expected a tuple of arguments .*, found ndarray; write \(x,\)"),
+        (lambda: leto.flax.linen(Cnn(), ok, (), rngs="dropout"), "linen: rngs: expected a tuple .* besides 'params', found 'dropout'"),
+        (
+            lambda: leto.flax.linen(Cnn(), ok, (), rngs=("params",)),
+            r"linen: rngs: expected a tuple .* besides 'params', found \('params',\)",
+        ),
     ],
 )
 def test_wrong_arguments(call, message: str):
-    with pytest.raises(errors.UsageError, match=message):
+    with pytest.raises(errors.UsageError, match=rf"^leto\.flax\.{message}"):
         call()
 
 
@@ -316,8 +324,10 @@ def test_a_loss_that_returns_something_else(loss, message: str):
 
 
 def test_apply_sets_rngs_and_mutable_itself():
-    init, loss_fn = leto.flax.linen(Cnn(), lambda apply, batch: jnp.mean(apply(batch["x"], train=True, mutable=["batch_stats"])[0]), (images(1)["x"],), train=True)
-    with pytest.raises(errors.UsageError, match="leto.flax.linen: apply: expected no 'mutable', it is set here"):
+    init, loss_fn = leto.flax.linen(
+        Cnn(), lambda apply, batch: jnp.mean(apply(batch["x"], train=True, mutable=["batch_stats"])[0]), (images(1)["x"],), train=True
+    )
+    with pytest.raises(errors.UsageError, match=r"leto.flax.linen: apply: expected no 'mutable', it is set here"):
         train(init, leto.TrainStep(loss_fn, optax.sgd(0.1)), images)
 
 
@@ -333,5 +343,7 @@ def test_extras_that_change_are_refused():
             return self.linear(x)
 
     init, loss_fn = leto.flax.nnx(Collector, lambda model, batch: jnp.mean(model(batch["x"])))
-    with pytest.raises(errors.UsageError, match=r"extras: expected the loss to return extras with the leaves that it got, found nothing -> \['seen'\]"):
+    with pytest.raises(
+        errors.UsageError, match=r"extras: expected the loss to return extras with the leaves that it got, found nothing -> \['seen'\]"
+    ):
         train(init, leto.TrainStep(loss_fn, optax.sgd(0.1)), sequences)

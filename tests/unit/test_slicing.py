@@ -531,6 +531,12 @@ def test_refuses_what_mixes_large_leaves(wrap: Any) -> None:
     assert "from params['dense']['kernel'], params['head']; reduce each leaf to something small" in text
 
 
+def test_refuses_many_small_leaves_in_one_array() -> None:
+    found = r"found `concatenate` at .* making float32\[7000\] .* from params\[0\], params\[1\]; reduce"
+    with pytest.raises(UnsupportedOptimizerError, match=found):
+        slice_update(optax.flatten(optax.adam(0.1)), structs(shapes=[(4000,), (3000,)]))
+
+
 def test_accepts_the_same_among_small_leaves() -> None:
     def update(updates: Any, state: Any, params: Any = None) -> Any:
         return {"a": updates["a"] + updates["b"], "b": updates["b"], "c": updates["c"]}, state
