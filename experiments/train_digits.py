@@ -86,9 +86,9 @@ def main(
     has_grain = importlib.util.find_spec("grain") is not None
     data = data or ("grain" if has_grain else "function")
     if data not in ("grain", "function"):
-        raise typer.BadParameter(f"--data: expected grain or function, found {data!r}")
+        raise typer.BadParameter(f"expected grain or function, found {data!r}", param_hint="--data")
     if data == "grain" and not has_grain:
-        raise typer.BadParameter("--data grain: Grain is not installed; install it (pip install grain) or use --data function")
+        raise typer.BadParameter("Grain is not installed; install it (pip install grain) or use --data function", param_hint="--data")
 
     train, test = digits()
     net = Net(dropout)

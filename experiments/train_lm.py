@@ -121,11 +121,11 @@ def main(
     """Trains a byte-level language model on the sources of Python's standard library."""
     settings = {name: value for name, value in locals().items() if name != "json"}
     if device not in ("cpu", "gpu"):
-        raise typer.BadParameter(f"--device: expected cpu or gpu, found {device!r}")
+        raise typer.BadParameter(f"expected cpu or gpu, found {device!r}", param_hint="--device")
     if device == "gpu":
-        raise typer.BadParameter("--device gpu: retained GPU memory is not in this version; use --device cpu")
+        raise typer.BadParameter("gpu: retained GPU memory is not in this version; use --device cpu", param_hint="--device")
     if width % heads:
-        raise typer.BadParameter(f"--width: expected a multiple of --heads {heads}, found {width}")
+        raise typer.BadParameter(f"expected a multiple of --heads {heads}, found {width}", param_hint="--width")
     jax.config.update("jax_platforms", "cpu")
 
     corpus = read_corpus()

@@ -13,7 +13,9 @@ import collections
 import contextlib
 import dataclasses
 import json
+import math
 import os
+import select
 import selectors
 import signal
 import socket
@@ -28,10 +30,11 @@ from typing import Any
 import numpy as np
 
 from leto_jax import errors
-from leto_jax.agent import operability, policy
-from leto_jax.agent.processes import LOW, Child, become_subreaper, new_token, reap_orphans, set_priority, spawn, state_letter
+from leto_jax.agent import client, operability, policy
 from leto_jax.agent.policy import Action, Failure, Kind, Limits
-from leto_jax.arena import control as controls, metadata
+from leto_jax.agent.processes import LOW, Child, become_subreaper, new_token, reap_orphans, set_priority, spawn, state_letter
+from leto_jax.arena import control as controls
+from leto_jax.arena import metadata
 from leto_jax.arena.control import PHASES, Control, Word
 from leto_jax.arena.host import arena_names
 from leto_jax.arena.memory import Arena
@@ -40,17 +43,21 @@ from leto_jax.config import Deadlines, Process
 from leto_jax.faults import Phase, Point
 from leto_jax.goodput.journal import Journal
 from leto_jax.manager import fence, protocol, runtime
-from leto_jax.manager.client import ManagerClient, Subscription, spawn_manager
+from leto_jax.manager.client import ManagerClient, spawn_manager
 from leto_jax.records import Kind as RecordKind
 from leto_jax.records import Record
+from leto_jax.rmu.recovery import Life
 from leto_jax.shadow.inject import ANY, KINDS, FailureKind
 from leto_jax.shadow.member import AGENT_SOCKET, control_name
 
 TICK_SECS = 0.02
 PROGRESS_SECS = 30.0
 REPLY_SECS = 2.0
+MANAGER_RETRY_SECS = 2.0
+MANAGER_END_SECS = 5.0
 STEP_WINDOW = 64
-RUN_FILE = "run.json"
+MAX_SHADOW_EXITS = 3  # without one that got ready
+MAX_SHADOW_DELAY_SECS = 300.0
 
 
 @dataclasses.dataclass(frozen=True)
@@ -91,6 +98,7 @@ class _Pending:
     lost_step_secs: float
     kind: str
     path: str = ""
+    since: float = dataclasses.field(default_factory=time.monotonic)
 
 
 class Agent:
@@ -117,17 +125,27 @@ class Agent:
         self._started = time.monotonic()
         self._spawned_at = 0.0
         self._shadow_refused = ""
+        self._shadow_due = math.inf  # when the next one may start, by time.monotonic
+        self._shadow_deaths = 0  # since the last promotion
+        self._manager_due = 0.0
         self._connections: dict[socket.socket, protocol.Decoder] = {}
         self._senders: dict[socket.socket, int] = {}
         self._published = False
         self._done_event: dict[str, Any] | None = None
         self._interrupts = 0
+        self._manager_process: subprocess.Popen | None = None
 
     # Life of the job --------------------------------------------------------------------------------------------------------------
 
     def run(self) -> int:
         """From attach to the end of the job. Leaves nothing behind unless the state is kept on purpose."""
-        self._open()
+        try:
+            self._open()
+        except BaseException:
+            if self._manager_process is not None:  # nothing is in it yet
+                self._manager_process.kill()
+                self._manager_process.wait()
+            raise
         try:
             self._start_trainer("first" if not self._attached else "attach")
             while self._exit is None:
@@ -149,15 +167,14 @@ class Agent:
         for number in (signal.SIGINT, signal.SIGTERM):
             signal.signal(number, self._interrupted)
         socket_path = directory / runtime.SOCKET_NAME
-        before = _read_run_file(directory / RUN_FILE)
-        self._manager_process: subprocess.Popen | None = None
+        before = client.read_run_file(directory)
         if runtime.probe(socket_path) is None:
             self._attached = False
-            if before.get("state") == "running":
-                self._say(
-                    f"the retained state of job {job!r} is gone (state manager and agent both died after step {before.get('step', 0)}); starting from step 0, "
-                    "as no checkpoint was asked for"
-                )
+            if tokens := [str(token) for token in before.get("tokens", ())]:  # they end themselves, unless they are stopped or stuck
+                fence.fence(tokens, [], self.settings.deadlines.reap)
+            if (state := before.get("state")) in ("running", "kept"):
+                cause = "state manager and agent both died" if state == "running" else "its state manager died, or its time was over"
+                self._say(f"the retained state of job {job!r} is gone ({cause} after step {before.get('step', 0)}); starting from step 0, as no checkpoint was asked for")
             self._manager_process = spawn_manager(job, directory, self.settings.deadlines.orphan_timeout).process
         else:
             self._attached = True
@@ -175,6 +192,7 @@ class Agent:
         self._incarnation = max(self._control[Word.INCARNATION], 0)
         self._control[Word.STEPS_DONE] = 0
         self._control[Word.PID] = 0
+        self._control[Word.INJECT_TAKEN] = self._control[Word.INJECT_SEQUENCE]
         self._write_run_file("running")
         self.journal.write("start", job=job, script=self.settings.script, arguments=list(self.settings.arguments), attached=self._attached)
 
@@ -185,6 +203,10 @@ class Agent:
         self._sample()
         self._watch()
         self._serve_request()
+        if time.monotonic() >= self._shadow_due:
+            self._start_shadow()
+        if self._subscription.lost and time.monotonic() >= self._manager_due:
+            self._replace_manager()
         reap_orphans({child.pid for child in (self._trainer, self._shadow) if child is not None} | ({self._manager_process.pid} if self._manager_process else set()))
 
     def _close(self) -> int:
@@ -192,6 +214,7 @@ class Agent:
         assert self._exit is not None
         code, reason = self._exit
         keep = code == policy.GAVE_UP
+        manager = self._open_manager()
         if self._trainer is not None:
             self._ended(self._trainer)
         for child in (self._shadow, self._trainer):
@@ -200,25 +223,35 @@ class Agent:
         self._reply_request({"ok": False, "error": {"type": "JobError", "message": f"the job ended: {reason}"}})
         self.journal.write("finish", code=code, reason=reason)
         self._write_run_file("kept" if keep else "ended")
-        self._selector.unregister(self._subscription)
+        with contextlib.suppress(KeyError, ValueError):
+            self._selector.unregister(self._subscription)
         if not keep:
             with contextlib.suppress(errors.LetoError, OSError):
                 self._client.free(force=True)
         self._subscription.close()
         self._client.close()
-        if self._manager_process is not None and not keep:
-            with contextlib.suppress(subprocess.TimeoutExpired):
-                self._manager_process.wait(5)
+        if manager >= 0:
+            if not keep:
+                select.select([manager], [], [], MANAGER_END_SECS)
+            os.close(manager)
+        if self._manager_process is not None:
+            self._manager_process.poll()
         for sock in (self._listener, *self._connections):
             sock.close()
         with contextlib.suppress(OSError):
             os.unlink(self._directory / AGENT_SOCKET)
         if not keep:
-            _remove(self._directory)
+            client.remove_job_dir(self._directory)
         self.journal.close()
         if keep:
             self._say(f"the state is kept: `leto run --job {self.settings.job} ...` goes on from step {self._control[Word.COMMIT]}, `leto stop --job {self.settings.job}` frees it")
         return code
+
+    def _open_manager(self) -> int:
+        """A pidfd of the state manager, -1 if it is dead. It may be one that an earlier agent has started."""
+        with contextlib.suppress(OSError):
+            return os.pidfd_open(self._client.manager_pid)
+        return -1
 
     def _finish(self, code: int, reason: str) -> None:
         if self._exit is None:
@@ -255,30 +288,47 @@ class Agent:
 
     def _start_trainer(self, path: str) -> None:
         self._metadata.raise_epoch()
+        self._shadow_refused = ""  # a script that was changed back may have shadows again
         self._control[Word.STEPS_DONE] = 0
         self._control[Word.ARMED_SINCE_NS] = 0
         self._trainer = self._spawn("trainer", path)
         self._spawned_at = time.monotonic()
 
     def _start_shadow(self) -> None:
-        if not self.settings.shadow or self._shadow is not None or self._shadow_refused or self._exit is not None:
+        """Starts a shadow if one is wanted now: beside a trainer that is in its loop."""
+        self._shadow_due = math.inf
+        if not self.settings.shadow or self._shadow is not None or self._trainer is None or self._shadow_refused or self._exit is not None:
             return
         self._shadow = self._spawn("shadow", "shadow")
         set_priority(self._shadow.pid, LOW)
 
+    def _shadow_died(self, child: Child, returncode: int) -> None:
+        """The next one starts soon, later each time, unless the script itself does not let it."""
+        self._shadow = None
+        self._fence(child)
+        if self._exit is not None:
+            return
+        self._shadow_deaths += 1
+        kind, detail = policy.classify(returncode)
+        if not self._shadow_refused and kind is Kind.EXIT and not child.ready and self._shadow_deaths >= MAX_SHADOW_EXITS:
+            self._shadow_refused = f"the shadow ended ({detail}) {self._shadow_deaths} times before it was ready"
+            self._say(f"{self._shadow_refused}; training goes on without one, a failure means a cold attach")
+        if not self._shadow_refused:
+            delay = min(2.0**self._shadow_deaths - 2.0, MAX_SHADOW_DELAY_SECS)
+            self._shadow_due = time.monotonic() + delay
+            self._say(f"the shadow ended ({detail}); the next one starts" + (f" in {delay:.0f} s" if delay else ""))
+        if not child.refused:
+            self.journal.write("refused", rank=0, incarnation=child.incarnation, reason=self._shadow_refused or f"the shadow ended ({detail})")
+        if self._pending is not None and self._trainer is None:
+            self._recover()
+
     def _died(self, child: Child) -> None:
-        """A pidfd is readable: the process has ended."""
+        """A pidfd is readable: the process has ended. What it said before comes first."""
+        for sock in [sock for sock, incarnation in self._senders.items() if incarnation == child.incarnation]:
+            self._spoke(sock)
         returncode = child.popen.wait()
         if child is self._shadow:
-            self._drop(child)
-            self._shadow = None
-            if not self._shadow_refused and self._exit is None:
-                kind, detail = policy.classify(returncode)
-                self._shadow_refused = f"the shadow ended ({detail})"
-                self.journal.write("refused", rank=0, incarnation=child.incarnation, reason=self._shadow_refused)
-                self._say(f"{self._shadow_refused}; training goes on without one, a failure means a cold attach")
-            if self._pending is not None and self._trainer is None and self._exit is None:
-                self._recover()
+            self._shadow_died(child, returncode)
             return
         if child is not self._trainer:
             return
@@ -291,10 +341,14 @@ class Agent:
                 self._finish(policy.USAGE, "the script never reached a session")
             else:
                 self._finish(0, "the script ended")
-            self._drop(child)
             self._trainer = None
+            self._fence(child)
             return
         kind, detail = policy.classify(returncode)
+        if child.refused:
+            kind, detail = Kind.REFUSED, child.refused
+        elif kind is Kind.EXIT and not child.greeted and not self._retained:
+            kind, detail = Kind.REFUSED, f"{self.settings.script} failed before its session ({detail})"
         self._failed(kind, detail, None, time.monotonic_ns())
 
     def _drop(self, child: Child) -> None:
@@ -316,6 +370,8 @@ class Agent:
         """The trainer failed: fence it, look at the machine, decide."""
         child, control = self._trainer, self._control
         assert child is not None
+        if self._exit is not None:  # on our way out: whatever it died of, nobody takes over
+            return
         self._sample()
         self._ended(child)
         fired = control[Word.INJECT_FIRED_NS]
@@ -362,8 +418,7 @@ class Agent:
         self._pending = _Pending(failure, failed_ns, stages, lost_secs, injected or kind.value)
         if report.remaining:
             stuck = report.remaining[0]
-            self._finish(policy.GAVE_UP, f"process {stuck.pid} ({stuck.command}) cannot be killed (state {stuck.state}, in {stuck.wchan}): its memory may still change")
-            self._say(self._exit[1] if self._exit else "")
+            self._give_up(f"process {stuck.pid} ({stuck.command}) cannot be killed (state {stuck.state}, in {stuck.wchan}): its memory may still change")
             return
         if self._damage is not None:
             self._damage_memory(self._damage)
@@ -377,8 +432,9 @@ class Agent:
         operable = operability.check(self.settings.job_dir)
         self.journal.write("operability", operable=operable[0], reason=operable[1])
         shadow = "none" if self._shadow is None else "ready" if self._shadow.ready else "loading"
-        decision = policy.decide(failure, self._history, self.settings.limits, operable, shadow)
-        if self._pending.path == "":
+        first = self._pending.path == ""
+        decision = policy.decide(failure, self._history if first else self._history[:-1], self.settings.limits, operable, shadow)
+        if first:
             self._history.append(failure)
         self._pending.path = {Action.PROMOTE: "shadow", Action.WAIT: "late_shadow", Action.COLD: "cold", Action.STOP: "stop"}[decision.action]
         epoch = self._metadata.epoch
@@ -392,9 +448,19 @@ class Agent:
             self._say("no shadow: a new trainer attaches to the retained state")
             self._start_trainer("cold")
         else:
-            self._say(f"stopped: {decision.reason}")
-            self._finish(policy.GAVE_UP, decision.reason)
+            self._give_up(decision.reason)
         self.journal.write("decision", action=decision.action.value, reason=decision.reason, path=self._pending.path, epoch=epoch)
+
+    def _give_up(self, reason: str) -> None:
+        """Ends the job; what was retained is kept."""
+        self._say(f"stopped: {reason}")
+        self._finish(policy.GAVE_UP if self._retained else policy.USAGE, reason)
+
+    @property
+    def _retained(self) -> bool:
+        """Whether there is a state worth keeping: one that was completely filled."""
+        life = self._metadata.latest(RecordKind.LIFE)
+        return life is not None and life.body[0] == Life.LIVE
 
     def _promote(self) -> int:
         """Makes the ready shadow the trainer. Returns the new epoch.
@@ -402,13 +468,14 @@ class Agent:
         Crash: the epoch may be raised without a promotion; the next agent raises it again.
         """
         shadow = self._shadow
-        assert shadow is not None and self._pending is not None
+        assert shadow is not None
+        assert self._pending is not None
         epoch = self._metadata.raise_epoch()
         self._metadata.write(Point.PROMOTION, Record(RecordKind.PROMOTION, epoch, self._control[Word.COMMIT], shadow.incarnation))
         self._control[Word.ARMED_SINCE_NS] = 0
         self._control[Word.STEPS_DONE] = 0
         self._control.enter(Phase.TAKEOVER)
-        self._trainer, self._shadow = shadow, None
+        self._trainer, self._shadow, self._shadow_deaths = shadow, None, 0
         self._spawned_at = time.monotonic()
         shadow.role = "trainer"
         sock = next((sock for sock, incarnation in self._senders.items() if incarnation == shadow.incarnation), None)
@@ -450,7 +517,7 @@ class Agent:
         control = self._control
         commit = control[Word.COMMIT]
         if commit != self._last_seen_commit and self._trainer is not None and control[Word.PID] == self._trainer.pid:
-            if control[Word.STEPS_DONE] > 1 and commit == self._last_seen_commit + 1 or control[Word.STEPS_DONE] > 2:
+            if (control[Word.STEPS_DONE] > 1 and commit == self._last_seen_commit + 1) or control[Word.STEPS_DONE] > 2:
                 self._steps.append(control[Word.LAST_STEP_NS] / 1e9)
             self._last_seen_commit = commit
             self._write_run_file("running")
@@ -465,7 +532,14 @@ class Agent:
     def _watch(self) -> None:
         """The watchdog: is the trainer overdue?"""
         child, control, deadlines = self._trainer, self._control, self.settings.deadlines
-        if child is None or self._exit is not None or self.settings.debug:
+        if self._exit is not None or self.settings.debug:
+            return
+        if child is None:
+            if self._shadow is not None and self._pending is not None and time.monotonic() - self._pending.since > deadlines.init:
+                self._say(f"the shadow was not ready within {deadlines.init:g} s")
+                slow, self._shadow = self._shadow, None
+                self._fence(slow)
+                self._recover()
             return
         now = time.monotonic_ns()
         letter = state_letter(child.pid)
@@ -477,7 +551,7 @@ class Agent:
                 self._failed(Kind.STOPPED, "the process was stopped before its first step", (now - self._stopped_since) / 1e9, now)
             elif late and not child.greeted:
                 self._say(f"{self.settings.script} has not entered a session within {limit:g} s; use `with leto.session(...)`, and keep what is before it short")
-                self._finish(policy.GAVE_UP if self._attached else policy.USAGE, "the script never reached a session")
+                self._finish(policy.GAVE_UP if self._retained else policy.USAGE, "the script never reached a session")
             elif late:
                 self._failed(Kind.HANG, f"no first step within {limit:g} s", limit, now)
             return
@@ -495,9 +569,9 @@ class Agent:
             control[Word.SECTION_DEADLINE_NS],
             letter,
         )
-        late = policy.overdue(progress, now, deadlines, self.median_step_secs, self._stopped_since)
-        if late is not None:
-            kind, why, since = late
+        hang = policy.overdue(progress, now, deadlines, self.median_step_secs, self._stopped_since)
+        if hang is not None:
+            kind, why, since = hang
             self._failed(kind, why, (now - since) / 1e9, now)
 
     def _books(self, child: Child) -> dict[str, Any]:
@@ -523,23 +597,30 @@ class Agent:
     def _manager_spoke(self) -> None:
         with contextlib.suppress(errors.ProtocolError):
             self._subscription.poll()
-        if not self._subscription.lost or self._exit is not None:
-            return
-        self._selector.unregister(self._subscription)
+        if self._subscription.lost:
+            self._selector.unregister(self._subscription)
+            self._client.close()
+            self._say("the state manager died; starting another one with the agent's descriptors")
+
+    def _replace_manager(self) -> None:
+        """Starts a manager that takes the retained memory back from us. Training goes on meanwhile, and if this fails it is tried again."""
         kept = self._subscription
-        self._client.close()
         if self._manager_process is not None:
             with contextlib.suppress(subprocess.TimeoutExpired):
                 self._manager_process.wait(1)
-        self._say("the state manager died; starting another one with the agent's descriptors")
-        process = spawn_manager(self.settings.job, self._directory, self.settings.deadlines.orphan_timeout, adopt=kept.descriptors.values())
-        self._manager_process = process.process
-        self._client = ManagerClient(process.path, "agent")
-        self._subscription = self._client.subscribe()
+        try:
+            started = spawn_manager(self.settings.job, self._directory, self.settings.deadlines.orphan_timeout, adopt=kept.descriptors.values())
+            self._manager_process = started.process
+            self._client = ManagerClient(started.path, "agent")
+            self._subscription = self._client.subscribe()
+        except (errors.LetoError, OSError) as exception:
+            self._manager_due = time.monotonic() + MANAGER_RETRY_SECS
+            self._say(f"no state manager: {exception}; trying again in {MANAGER_RETRY_SECS:g} s")
+            return
         kept.close()
         self._selector.register(self._subscription, selectors.EVENT_READ, self._manager_spoke)
         self._register_children()
-        self.journal.write("manager", pid=process.pid, reason="the last one died")
+        self.journal.write("manager", pid=started.pid, reason="the last one died")
 
     # Connections ------------------------------------------------------------------------------------------------------------------
 
@@ -554,7 +635,9 @@ class Agent:
             self._selector.register(sock, selectors.EVENT_READ, lambda: self._spoke(sock))
 
     def _spoke(self, sock: socket.socket) -> None:
-        decoder = self._connections[sock]
+        decoder = self._connections.get(sock)
+        if decoder is None:
+            return
         try:
             open_ = decoder.read_from(sock)
             while (received := decoder.next_message()) is not None:
@@ -565,7 +648,10 @@ class Agent:
                 self._forget(sock)
         except BlockingIOError:
             pass
-        except errors.LetoError as exception:
+        except (errors.LetoError, KeyError, TypeError, ValueError) as exception:
+            if not isinstance(exception, errors.LetoError):
+                found = f"{type(exception).__name__}: {exception}"
+                exception = errors.ProtocolError(f"agent: expected a request with all its fields, found something else ({found})")
             with contextlib.suppress(errors.LetoError):
                 protocol.send(sock, protocol.error_reply(exception), deadline=time.monotonic() + 0.2)
             self._forget(sock)
@@ -612,10 +698,11 @@ class Agent:
                 epoch = self._promote()
                 self.journal.write("decision", action="promote", reason="the shadow that was loading is ready", path=path, epoch=epoch)
         elif name == "refused":
-            self.journal.write("refused", **who, reason=str(message["reason"]))
+            child.refused = str(message["reason"])
+            self.journal.write("refused", **who, reason=child.refused)
             if child is self._shadow:
-                self._shadow_refused = str(message["reason"])
-                self._say(f"the shadow refuses: {self._shadow_refused}")
+                self._shadow_refused = child.refused
+                self._say(f"the shadow refuses: {self._shadow_refused}; training goes on without one, a failure means a cold attach")
         elif name == "published":
             self._published = True
             self.journal.write("published", **who, nbytes=int(message["bytes"]))
@@ -627,7 +714,7 @@ class Agent:
                 self.journal.write("first_step", **who, commit=message["commit"], secs=message["secs"])
             else:
                 self._takeover_done(child, message)
-            self._start_shadow()
+            self._shadow_due = time.monotonic()
         elif name == "stopped":
             self.journal.write("stopped", **who, reason=str(message["reason"]))
         elif name == "done":
@@ -685,8 +772,7 @@ class Agent:
         if not request.placed:
             in_loop = self._trainer is not None and control[Word.PID] == self._trainer.pid and control[Word.STEPS_DONE] > 0
             ready = self._shadow is not None and self._shadow.ready
-            takeover = request.phase is Phase.TAKEOVER and self._pending is not None
-            if (in_loop and (ready or not request.when_ready)) or takeover:
+            if request.phase is Phase.TAKEOVER or (in_loop and (ready or not request.when_ready)):
                 control[Word.INJECT_KIND] = KINDS.index(request.kind)
                 control[Word.INJECT_PHASE] = PHASES.index(request.phase)
                 control[Word.INJECT_STEP] = request.step
@@ -739,9 +825,10 @@ class Agent:
         }
 
     def _write_run_file(self, state: str) -> None:
-        path = self._directory / RUN_FILE
+        path = self._directory / client.RUN_FILE
         temporary = path.with_suffix(".new")
-        temporary.write_text(json.dumps({"job": self.settings.job, "state": state, "step": self._control[Word.COMMIT], "job_dir": str(self.settings.job_dir)}))
+        tokens = [child.token for child in (self._trainer, self._shadow) if child is not None]
+        temporary.write_text(json.dumps({"job": self.settings.job, "state": state, "step": self._control[Word.COMMIT], "tokens": tokens}))
         temporary.replace(path)
 
 
@@ -763,21 +850,3 @@ def _cache_settings(environ: Mapping[str, str], job_dir: Path) -> dict[str, str]
         "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
         "JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES": "-1",
     }
-
-
-def _read_run_file(path: Path) -> dict[str, Any]:
-    try:
-        found = json.loads(path.read_text())
-    except (OSError, ValueError):
-        return {}
-    return found if isinstance(found, dict) else {}
-
-
-def _remove(directory: Path) -> None:
-    for name in (RUN_FILE, runtime.LOG_NAME, runtime.SOCKET_NAME):
-        with contextlib.suppress(OSError):
-            (directory / name).unlink()
-    with contextlib.suppress(OSError):
-        directory.rmdir()
-
-

@@ -62,9 +62,10 @@ class Control:
         self._words[word] = value
 
     def claim(self, pid: int, incarnation: int, steps: int) -> None:
-        """A trainer begins to write: clears what its predecessor left. A request that has not fired yet is now for this trainer."""
+        """A trainer begins to write: clears what its predecessor left, but for the commit (the state is still of that step) and for a
+        request that has not fired yet (it is now for this trainer)."""
         for word in Word:
-            if Word.PID <= word <= Word.STALE_NS_TOTAL and word is not Word.INJECT_TAKEN:
+            if Word.PID <= word <= Word.STALE_NS_TOTAL and word not in (Word.COMMIT, Word.INJECT_TAKEN):
                 self[word] = 0
         self[Word.STEPS] = steps
         self[Word.INCARNATION] = incarnation

@@ -88,7 +88,7 @@ def canonical(batch: PyTree) -> PyTree:
 
     def leaf(x):
         array = np.asarray(x)
-        if array.dtype == object or array.dtype.kind in "USV" and not hasattr(x, "dtype"):
+        if array.dtype == object or (array.dtype.kind in "USV" and not hasattr(x, "dtype")):
             raise errors.UsageError(f"batch: expected arrays of numbers, found {type(x).__name__}; tokenise or drop it before the batch is made")
         return np.array(array, dtype=jax.dtypes.canonicalize_dtype(array.dtype), copy=True, order="C")
 

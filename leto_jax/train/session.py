@@ -167,7 +167,9 @@ class Session:
     def _wait_as_shadow(self, lowered, identity: executables.Identity) -> None:
         """Loads, rehearses, reports ready, and blocks until promoted; then maps the retained state and goes on."""
         member, control = self._member, self._control
-        assert member is not None and control is not None and self._process is not None
+        assert member is not None
+        assert control is not None
+        assert self._process is not None
         found = member.published(PROGRAMS_DEADLINE_SECS)
         if found is None:
             raise errors.DeadlineError(f"shadow: expected the first trainer to publish its programs within {PROGRAMS_DEADLINE_SECS:.0f} s, found none")
@@ -383,7 +385,8 @@ class Session:
 
     def _observe_commit(self, begin: int, end: int) -> None:
         control, takeover = self._control, self._takeover
-        assert control is not None and self._member is not None
+        assert control is not None
+        assert self._member is not None
         control[Word.LAST_STEP_NS] = end - begin
         control[Word.STEP_NS_TOTAL] = control[Word.STEP_NS_TOTAL] + end - begin
         control[Word.STALE_NS_TOTAL] = self._transaction.stale_ns

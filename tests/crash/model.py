@@ -12,6 +12,7 @@ Invariants, each with the fault that it guards against:
   * the drain ends before the next intent                                    (staging overwritten while the host has no current row)
   * a fill empties logs and versions between FILLING and LIVE, and has a generation that all ranks compare (records of another life)
 """
+
 import copy
 import random
 import struct
@@ -75,7 +76,7 @@ def parse(raw, kind) -> Record | None:
 
 
 class Signature(NamedTuple):
-    dtypes: tuple      # lane 0 is the parameter
+    dtypes: tuple  # lane 0 is the parameter
     elements: int
     gap: int
 
@@ -94,7 +95,7 @@ class Layout:
     h1: int
     h2: int
     ranks: int
-    replicated: bool   # extras are byte-equal on all ranks
+    replicated: bool  # extras are byte-equal on all ranks
 
     @property
     def h(self):
@@ -113,9 +114,15 @@ class Layout:
 
     @cached_property
     def _pieces(self):
-        return {(chunk, parity): [(f"lane/{chunk.signature}/{lane}", dtype, self.offset(chunk, parity) * size, chunk.length * size)
-                                  for lane, dtype in enumerate(self.signatures[chunk.signature].dtypes) for size in [np.dtype(dtype).itemsize]]
-                for chunk in self.chunks for parity in (0, 1)}
+        out = {}
+        for chunk in self.chunks:
+            for parity in (0, 1):
+                lanes = [(lane, dtype, np.dtype(dtype).itemsize) for lane, dtype in enumerate(self.signatures[chunk.signature].dtypes)]
+                out[chunk, parity] = [
+                    (f"lane/{chunk.signature}/{lane}", dtype, self.offset(chunk, parity) * size, chunk.length * size)
+                    for lane, dtype, size in lanes
+                ]
+        return out
 
     def block(self, c: int) -> tuple[int, int, int, int]:
         """Of a chunk's block in staging and in host parity: first byte, bytes of one parity row, bytes of checksums, bytes in all.
@@ -133,12 +140,15 @@ class Layout:
         return out
 
     def gradient(self, chunk: Chunk) -> tuple[int, int]:
-        first = HEADER_BYTES + 4 * sum(s.elements for s in self.signatures[:chunk.signature])
+        first = HEADER_BYTES + 4 * sum(s.elements for s in self.signatures[: chunk.signature])
         return first + 4 * chunk.start, 4 * chunk.length
 
     def sizes(self) -> dict[str, int]:
-        sizes = {f"lane/{i}/{j}": (s.elements + s.gap) * np.dtype(d).itemsize
-                 for i, s in enumerate(self.signatures) for j, d in enumerate(s.dtypes)}
+        sizes = {
+            f"lane/{i}/{j}": (s.elements + s.gap) * np.dtype(d).itemsize
+            for i, s in enumerate(self.signatures)
+            for j, d in enumerate(s.dtypes)
+        }
         block = sum(size for *_, size in self._blocks)
         sizes |= {"grads": HEADER_BYTES + 4 * sum(s.elements for s in self.signatures), "staging": block, "parity": block}
         sizes |= {f"{name}/{i}": size for name, size in (("extras", 32), ("scalars", 32), ("metrics", 16)) for i in (0, 1)}
@@ -149,7 +159,7 @@ class Layout:
 def random_layout(seed: int, ranks=1, small=False) -> Layout:
     rng = random.Random(seed)
     d = rng.choice([2, 3]) if small else rng.choice([2, 3, 4])
-    unit = d * PAGE // 2                                # so that rows are whole pages in every lane, also of two-byte elements
+    unit = d * PAGE // 2  # so that rows are whole pages in every lane, also of two-byte elements
     signatures, chunks = [], []
     for s in range(1 if small else rng.choice([1, 2, 2])):
         most, count = unit * rng.choice([1, 2]), (2 if small else rng.choice([1, 2, 3]))
@@ -193,7 +203,7 @@ def encode(rows: np.ndarray, h: int) -> np.ndarray:
 
 def decode(rows: np.ndarray, parity: dict[int, np.ndarray], lost: list[int]) -> None:
     """Replaces the `lost` rows of one group by Gauss elimination over the parity rows given (index to bytes)."""
-    use = sorted(parity)[:len(lost)]
+    use = sorted(parity)[: len(lost)]
     matrix = [[coefficient(k, i) for i in lost] for k in use]
     right = []
     for k in use:
@@ -229,7 +239,7 @@ class Machine:
         self.count += 1
         crash = self.count == self.crash_at
         data, size = np.frombuffer(s.data, np.uint8), len(s.data)
-        target = s.array[s.offset:s.offset + size]
+        target = s.array[s.offset : s.offset + size]
         assert len(target) == size, f"store of {s.what} leaves its region"
         if not crash or self.mode == "after":
             target[:] = data
@@ -237,7 +247,7 @@ class Machine:
             words = -(-size // 8) - 1
             keep = range(self.rng.randrange(words + 1)) if self.rng.random() < 0.5 else [w for w in range(words) if self.rng.random() < 0.5]
             for w in keep:
-                target[8 * w:8 * w + 8] = data[8 * w:8 * w + 8]
+                target[8 * w : 8 * w + 8] = data[8 * w : 8 * w + 8]
         if crash:
             raise Crash(f"{self.mode} store {self.count} ({s.what})")
 
@@ -282,8 +292,8 @@ class Rank:
     layout: Layout
     index: int
     mem: dict = field(default_factory=dict)
-    lost: dict = field(default_factory=dict)     # one LOST byte per page, host metadata
-    bad: set = field(default_factory=set)        # (region, page) that are gone and not yet recorded as LOST: what a probe would find
+    lost: dict = field(default_factory=dict)  # one LOST byte per page, host metadata
+    bad: set = field(default_factory=set)  # (region, page) that are gone and not yet recorded as LOST: what a probe would find
 
     def __post_init__(self):
         for name, size in () if self.mem else self.layout.sizes().items():
@@ -297,16 +307,16 @@ class Rank:
         return Store(self.lost[name], page, bytes([value]), f"{self.index}:lost {name} {page} {value}")
 
     def lose(self, name, page, rng) -> None:
-        view = self.mem[name][page * PAGE:(page + 1) * PAGE]
+        view = self.mem[name][page * PAGE : (page + 1) * PAGE]
         view[:] = np.frombuffer(rng.randbytes(len(view)), np.uint8)
         self.bad.add((name, page))
 
     def any_lost(self, name, first=0, size=None) -> bool:
         last = len(self.mem[name]) if size is None else first + size
-        return b"\1" in self.lost[name][first // PAGE:-(-last // PAGE)].tobytes()
+        return b"\1" in self.lost[name][first // PAGE : -(-last // PAGE)].tobytes()
 
     def read(self, name, first, size) -> np.ndarray:
-        return self.mem[name][first:first + size]
+        return self.mem[name][first : first + size]
 
     # log places: commit, intent, revoke by two, then marks of even and of odd steps
     def place(self, kind, step, chunk=0) -> int:
@@ -319,7 +329,7 @@ class Rank:
         return parse(self.log_bytes(kind, place), kind)
 
     def log_bytes(self, kind, place) -> bytes:
-        copies = {self.mem[name][place:place + 64].tobytes() for name in ("log/0", "log/1") if not self.any_lost(name)}
+        copies = {self.mem[name][place : place + 64].tobytes() for name in ("log/0", "log/1") if not self.any_lost(name)}
         if len(copies) == 1:
             return copies.pop()
         return max(copies, key=lambda raw: (r.step, r.epoch) if (r := parse(raw, kind)) else (-1, -1), default=bytes(64))
@@ -341,8 +351,10 @@ class Rank:
 
     def marks(self, intent: Record) -> int | None:
         """Length of the prefix of marked chunks in the order of the step; None for a hole."""
-        got = [bool((r := self.log(MARK, self.place(MARK, intent.step, c))) and (r.step, r.a, r.b) == (intent.step, c, intent.crc))
-               for c in self.layout.order(intent.step)]
+        got = [
+            bool((r := self.log(MARK, self.place(MARK, intent.step, c))) and (r.step, r.a, r.b) == (intent.step, c, intent.crc))
+            for c in self.layout.order(intent.step)
+        ]
         count = (*got, False).index(False)
         return None if any(got[count:]) else count
 
@@ -354,8 +366,9 @@ class Rank:
     def orphan_marks(self, step, intents) -> bool:
         """A mark of `step` that belongs to none of the intents that are known."""
         crcs = {i.crc for i in intents}
-        return any((r := self.log(MARK, self.place(MARK, step, c))) and r.step == step and r.b not in crcs
-                   for c in range(len(self.layout.chunks)))
+        return any(
+            (r := self.log(MARK, self.place(MARK, step, c))) and r.step == step and r.b not in crcs for c in range(len(self.layout.chunks))
+        )
 
     def revokes(self) -> list[Record]:
         return [r for i in (0, 1) if (r := self.log(REVOKE, self.place(REVOKE, i)))]
@@ -372,8 +385,11 @@ class Rank:
 
     def canonical(self, step) -> list[bytes]:
         """What the digest covers: lanes in leaf order, scalars, extras, metrics of commit `step`."""
-        out = [self.read(name, first, size).tobytes() for chunk in self.layout.chunks
-               for name, _, first, size in self.layout.pieces(chunk, step)]
+        out = [
+            self.read(name, first, size).tobytes()
+            for chunk in self.layout.chunks
+            for name, _, first, size in self.layout.pieces(chunk, step)
+        ]
         return out + [self.mem[f"{name}/{step % 2}"].tobytes() for name in ("scalars", "extras", "metrics")]
 
     def encoded(self, c, step) -> bytes:
@@ -384,8 +400,8 @@ class Rank:
             rows.append(encode(data.reshape(self.layout.d, -1), self.layout.h))
             sums += [zlib.crc32(page.tobytes()) for page in data.reshape(-1, PAGE)]
         _, _, sum_bytes, _ = self.layout.block(c)
-        parity = np.concatenate(rows, 1)
-        return parity[:self.layout.h1].tobytes() + np.array(sums, "<u4").tobytes().ljust(sum_bytes, b"\0") + parity[self.layout.h1:].tobytes()
+        parity, sums = np.concatenate(rows, 1), np.array(sums, "<u4").tobytes().ljust(sum_bytes, b"\0")
+        return parity[: self.layout.h1].tobytes() + sums + parity[self.layout.h1 :].tobytes()
 
     def tier(self, c, tier) -> tuple[int, int]:
         """First byte and bytes of what one tier keeps of a chunk's block."""
@@ -419,8 +435,10 @@ def compute(r: Rank, step: int, epoch: int):
     position = r.ring(step)
     yield r.put("ring", 64 * (step % RINGS), record(RING, step, epoch, position))
     yield r.put("grads", 0, record(STORED, 0, epoch))
-    parameters = [[r.read(*[(n, f, s) for n, _, f, s in lay.pieces(c, step - 1)][0]).view("<i4") for c in lay.chunks if c.signature == i]
-                  for i in range(len(lay.signatures))]
+    parameters = [[] for _ in lay.signatures]
+    for chunk in lay.chunks:
+        name, _, first, size = lay.pieces(chunk, step - 1)[0]
+        parameters[chunk.signature].append(r.read(name, first, size).view("<i4"))
     total = sum((yield Gather(int(sum(p.astype(np.int64).sum() for ps in parameters for p in ps)) % 2**20)))
     extras = r.mem[f"extras/{(step - 1) % 2}"].view("<i4")
     batch = position % 997
@@ -450,7 +468,7 @@ def update(r: Rank, intent: Record):
     scalars = r.mem[f"scalars/{step % 2}"]
     assert zlib.crc32(scalars.tobytes()) == intent.a, "scalars are not those of the intent"
     scale, skip = int(scalars.view("<i8")[1]), intent.b
-    for c in lay.order(step)[r.marks(intent):]:
+    for c in lay.order(step)[r.marks(intent) :]:
         assert r.stored() == (step, intent.epoch), "gradients are not those of the intent"
         chunk = lay.chunks[c]
         g = r.read("grads", *lay.gradient(chunk)).view("<i4").astype(np.int64)
@@ -492,6 +510,7 @@ def train(r: Rank, until: int, epoch: int, rng):
 
 class Source(NamedTuple):
     """What a fill copies in: a step, the canonical state of every rank at it, and the position of the data."""
+
     step: int
     states: list
     position: int
@@ -500,8 +519,10 @@ class Source(NamedTuple):
 def fill(r: Rank, source: Source, generation: int, epoch: int):
     """EMPTY or anything -> FILLING -> LIVE. Everything that derives a version or a step from retained bytes is emptied in between."""
     lay, step = r.layout, source.step
-    places = [r.put("life", 64 * ((2 * generation + i) % 2), record(LIFE, step, 2 * generation + i, a, source.position))
-              for i, a in ((0, FILLING), (1, LIVE))]
+    places = [
+        r.put("life", 64 * ((2 * generation + i) % 2), record(LIFE, step, 2 * generation + i, a, source.position))
+        for i, a in ((0, FILLING), (1, LIVE))
+    ]
     yield places[0]
     for name in ("log/0", "log/1", "versions", "ring", "grads"):
         yield r.put(name, 0, bytes(len(r.mem[name])))
@@ -527,7 +548,7 @@ def encode_to_host(r: Rank, c: int, step: int):
     for tier in r.tiers():
         first, size = r.tier(c, tier)
         yield r.put_version(c, tier, IN_FLUX)
-        yield r.put("parity", first, block[first - base:first - base + size])
+        yield r.put("parity", first, block[first - base : first - base + size])
         yield r.put_version(c, tier, step)
 
 
@@ -536,24 +557,25 @@ def encode_to_host(r: Rank, c: int, step: int):
 
 class Picture(NamedTuple):
     """All that the plan may look at of one rank; taken after LOST is recorded."""
+
     life: Record | None
     commit: int | None
-    intents: tuple            # of any step, voided ones too
+    intents: tuple  # of any step, voided ones too
     revokes: tuple
-    marks: tuple              # (crc of intent, prefix or None)
-    orphans: tuple            # steps that have a mark whose intent this rank has not
+    marks: tuple  # (crc of intent, prefix or None)
+    orphans: tuple  # steps that have a mark whose intent this rank has not
     stored: tuple | None
     lost_gradients: frozenset  # chunks
-    lost: frozenset           # names of small regions with a lost page
-    digests: tuple            # of the two copies of the scalars
+    lost: frozenset  # names of small regions with a lost page
+    digests: tuple  # of the two copies of the scalars
 
 
 class Plan(NamedTuple):
-    action: str               # fill, redo, roll, revoke, refuse
-    step: int                 # the step that is committed when the plan is done
+    action: str  # fill, redo, roll, revoke, refuse
+    step: int  # the step that is committed when the plan is done
     reason: str
     intent: Record | None = None
-    revoked: int = 0          # epoch of a revocation of step + 1 that is known, else 0
+    revoked: int = 0  # epoch of a revocation of step + 1 that is known, else 0
 
 
 def picture(r: Rank) -> Picture:
@@ -562,11 +584,17 @@ def picture(r: Rank) -> Picture:
     steps = {i.step for i in intents}
     commit_step = r.commit()
     return Picture(
-        r.newest("life", LIFE), commit_step, intents, tuple(r.revokes()), tuple((i.crc, r.marks(i)) for i in intents),
-        tuple(s for s in steps | {(commit_step or 0) + 1} if r.orphan_marks(s, intents)), r.stored(),
+        r.newest("life", LIFE),
+        commit_step,
+        intents,
+        tuple(r.revokes()),
+        tuple((i.crc, r.marks(i)) for i in intents),
+        tuple(s for s in steps | {(commit_step or 0) + 1} if r.orphan_marks(s, intents)),
+        r.stored(),
         frozenset(c for c, chunk in enumerate(lay.chunks) if r.any_lost("grads", *lay.gradient(chunk))),
         frozenset(name for name in r.mem if name.split("/")[0] in ("scalars", "extras", "metrics") and r.any_lost(name)),
-        tuple(zlib.crc32(r.mem[f"scalars/{i}"].tobytes()) for i in (0, 1)))
+        tuple(zlib.crc32(r.mem[f"scalars/{i}"].tobytes()) for i in (0, 1)),
+    )
 
 
 def make_plan(lay: Layout, pictures: list[Picture]) -> Plan:
@@ -594,13 +622,13 @@ def make_plan(lay: Layout, pictures: list[Picture]) -> Plan:
         if any(low + 1 in p.orphans or any(i.step == low + 1 and dict(p.marks)[i.crc] != 0 for i in p.intents) for p in pictures):
             return Plan("refuse", low, "mark without intent")
         return need_active(lay, pictures, Plan("redo", low, "no intent", revoked=revoked))
-    intent, = intents
+    (intent,) = intents
     done = {id(p): dict(p.marks).get(intent.crc, 0) for p in behind}
     if None in done.values() or any(low + 1 in p.orphans for p in behind):
         return Plan("refuse", low, "a hole in the marks, or marks of another intent")
     order, new, missing = lay.order(intent.step), intent.step % 2, []
     for p in behind:
-        rest = order[done[id(p)]:]
+        rest = order[done[id(p)] :]
         if rest and (p.stored != (intent.step, intent.epoch) or p.lost_gradients & set(rest)):
             missing.append("gradients")
         if f"extras/{new}" in p.lost and not (lay.replicated and any(complete(q, intent) for q in pictures)):
@@ -608,11 +636,12 @@ def make_plan(lay: Layout, pictures: list[Picture]) -> Plan:
     if not any(intent.a == q.digests[new] and f"scalars/{new}" not in q.lost for q in pictures):
         missing.append("scalars")
     if any(p.commit > low and f"extras/{new}" in p.lost for p in pictures) and not (
-            lay.replicated and any(complete(q, intent) for q in pictures)):
+        lay.replicated and any(complete(q, intent) for q in pictures)
+    ):
         return Plan("refuse", low, "active extras lost")
     marked = low < high or any(done.values())
     if any(f"metrics/{new}" in p.lost for p in behind) and not marked:
-        missing.append("metrics")             # worth a second compute, not worth a refusal: with a mark they become unknown
+        missing.append("metrics")  # worth a second compute, not worth a refusal: with a mark they become unknown
     if not missing:
         return Plan("roll", intent.step, f"intent {intent.step}", intent)
     if marked:
@@ -654,7 +683,7 @@ def repair_lanes(r: Rank, plan: Plan, dry=False):
     """Decodes the lost pages of every live piece; raises Refused before the first store if one group has lost too many (`dry`)."""
     lay = r.layout
     here, intent = r.commit(), plan.intent if plan.action == "roll" else None
-    marked = lay.order(intent.step)[:r.marks(intent)] if intent and here < plan.step else []
+    marked = lay.order(intent.step)[: r.marks(intent)] if intent and here < plan.step else []
     for c, chunk in enumerate(lay.chunks):
         version = plan.step if c in marked else here
         staged = c in marked or (r.staged(here) and here == plan.step and plan.action in ("roll", "redo") and not plan.revoked)
@@ -667,8 +696,8 @@ def repair_lanes(r: Rank, plan: Plan, dry=False):
                 if len(lost) > len(rows):
                     raise Refused(f"rank {r.index} chunk {c}: {len(lost)} pages of a group lost, {len(rows)} parity rows current")
                 if lost and not dry:
-                    data = r.read(name, first, size).reshape(lay.d, -1)[:, page:page + PAGE].copy()
-                    decode(data, {k: v[at + page:at + page + PAGE] for k, v in rows.items()}, lost)
+                    data = r.read(name, first, size).reshape(lay.d, -1)[:, page : page + PAGE].copy()
+                    decode(data, {k: v[at + page : at + page + PAGE] for k, v in rows.items()}, lost)
                     for i in lost:
                         yield r.put(name, first + i * row_bytes + page, data[i].tobytes())
                         yield r.flag(name, (first + i * row_bytes + page) // PAGE, 0)
@@ -697,7 +726,7 @@ def heal_log(r: Rank):
 
 
 def recover(r: Rank, source: Source, refill=False):
-    """LOST and epoch are recorded, the plan is made from all pictures and carried out. Returns (epoch, plan). Every store may be the last."""
+    """Records epoch and LOST, makes the plan from all pictures, carries it out. Returns (epoch, plan). Every store may be the last."""
     lay = r.layout
     held = r.newest("epoch", EPOCH)
     epoch = max((yield Gather(held.epoch if held else 0))) + 1
@@ -721,24 +750,28 @@ def recover(r: Rank, source: Source, refill=False):
         raise Refused(refusal)
     yield from heal_log(r)
     behind = plan.action == "roll" and r.commit() < plan.step
-    copies = plan.step % 2                                     # the copies that will be active when the plan is done
-    mates = yield Gather(r)                                    # reads of peers below go to copies that no rank stores to
+    copies = plan.step % 2  # the copies that will be active when the plan is done
+    mates = yield Gather(r)  # reads of peers below go to copies that no rank stores to
     if f"scalars/{copies}" in picture(r).lost or (behind and zlib.crc32(r.mem[f"scalars/{copies}"].tobytes()) != plan.intent.a):
-        donor = next(q for q in pictures if f"scalars/{copies}" not in q.lost and (
-            not plan.intent or plan.action == "revoke" or q.digests[copies] == plan.intent.a))
+        donor = next(
+            q
+            for q in pictures
+            if f"scalars/{copies}" not in q.lost and (not plan.intent or plan.action == "revoke" or q.digests[copies] == plan.intent.a)
+        )
         yield r.put(f"scalars/{copies}", 0, mates[pictures.index(donor)].mem[f"scalars/{copies}"].tobytes())
     if r.any_lost(f"extras/{copies}"):
-        donor = next(i for i, q in enumerate(pictures) if f"extras/{copies}" not in q.lost and (
-            plan.action != "roll" or complete(q, plan.intent)))
+        donor = next(
+            i for i, q in enumerate(pictures) if f"extras/{copies}" not in q.lost and (plan.action != "roll" or complete(q, plan.intent))
+        )
         yield r.put(f"extras/{copies}", 0, mates[donor].mem[f"extras/{copies}"].tobytes())
     if r.any_lost(f"metrics/{copies}"):
-        yield r.put(f"metrics/{copies}", 0, bytes(16))         # all zero: unknown, and said so
+        yield r.put(f"metrics/{copies}", 0, bytes(16))  # all zero: unknown, and said so
     yield Gather(None)
-    if behind and not r.intent(plan.step) == plan.intent:
+    if behind and r.intent(plan.step) != plan.intent:
         raw = record(INTENT, plan.step, plan.intent.epoch, plan.intent.a, plan.intent.b)
         yield from r.write_log(raw, r.place(INTENT, plan.step))
     yield from repair_lanes(r, plan)
-    if plan.action == "revoke" or plan.revoked:                # stored on all ranks, confirmed, then LOST may go
+    if plan.action == "revoke" or plan.revoked:  # stored on all ranks, confirmed, then LOST may go
         raw = record(REVOKE, plan.step + 1, epoch if plan.action == "revoke" else plan.revoked)
         yield from r.write_log(raw, r.place(REVOKE, plan.step + 1))
         yield Gather(None)
@@ -752,7 +785,7 @@ def recover(r: Rank, source: Source, refill=False):
         stale = any(r.version(c, tier) != plan.step for tier in r.tiers())
         if r.any_lost("parity", first, size) or (stale and (void or r.any_lost("staging", first, size))):
             yield from encode_to_host(r, c, plan.step)
-        if r.any_lost("staging", first, size):                 # else it would be taken for current, by derivation, once LOST is gone
+        if r.any_lost("staging", first, size):  # else it would be taken for current, by derivation, once LOST is gone
             yield r.put("staging", first, r.encoded(c, plan.step))
     for name in r.mem:
         yield from clear(r, name)
@@ -780,8 +813,10 @@ class Job:
 
     def copy(self):
         job = copy.copy(self)
-        job.ranks = [Rank(r.layout, r.index, {k: v.copy() for k, v in r.mem.items()}, {k: v.copy() for k, v in r.lost.items()},
-                          set(r.bad)) for r in self.ranks]
+        job.ranks = [
+            Rank(r.layout, r.index, {k: v.copy() for k, v in r.mem.items()}, {k: v.copy() for k, v in r.lost.items()}, set(r.bad))
+            for r in self.ranks
+        ]
         return job
 
     def recover(self, machine: Machine, refill=False) -> Plan:
@@ -804,7 +839,7 @@ class Job:
                 block, base = r.encoded(c, step), self.layout.block(c)[0]
                 for tier in r.tiers():
                     first, size = r.tier(c, tier)
-                    good = block[first - base:first - base + size] == r.read("parity", first, size).tobytes()
+                    good = block[first - base : first - base + size] == r.read("parity", first, size).tobytes()
                     assert good or r.version(c, tier) != step, f"rank {r.index} chunk {c} tier {tier}: parity says {step} and is not"
                 assert r.version(c, 0) == step, f"rank {r.index} chunk {c}: no current parity at the end"
 

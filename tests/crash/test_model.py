@@ -1,18 +1,15 @@
-"""Crash after every store, in recoveries too, and lose pages: the result is the fault-free one or an explicit refusal, never a wrong state."""
+"""Crash after every store, in recoveries too, and lose pages: the fault-free result or an explicit refusal, never a wrong state."""
+
 import random
-import sys
 import zlib
 from collections import Counter
-from pathlib import Path
 
+import model
 import numpy as np
 import pytest
+from model import PAGE, Crash, Job, Machine, Refused
 
-sys.path.insert(0, str(Path(__file__).parent))
-import model  # noqa: E402
-from model import PAGE, Crash, Job, Machine, Refused  # noqa: E402
-
-MODES = ("torn", "after")                                       # "before" a store is after the one before it
+MODES = ("torn", "after")  # "before" a store is after the one before it
 
 
 def start(seed, ranks=1, small=False, steps=4):
@@ -39,7 +36,7 @@ def check(job, states, drained=False):
                 if r.version(c, tier) != step:
                     continue
                 first, size = r.tier(c, tier)
-                same = block[first - base:first - base + size] == r.read("parity", first, size).tobytes()
+                same = block[first - base : first - base + size] == r.read("parity", first, size).tobytes()
                 assert same, f"parity of chunk {c} says {step} and is not"
 
 
@@ -105,8 +102,11 @@ def plain(lay, source, last):
         position = model.next_position(position)
     out = []
     for lanes, scalars, extras, metrics in ranks:
-        parts = [lanes[c.signature, j][c.start:c.start + c.length].astype(d).tobytes()
-                 for c in lay.chunks for j, d in enumerate(lay.signatures[c.signature].dtypes)]
+        parts = [
+            lanes[c.signature, j][c.start : c.start + c.length].astype(d).tobytes()
+            for c in lay.chunks
+            for j, d in enumerate(lay.signatures[c.signature].dtypes)
+        ]
         out.append([*parts, scalars.astype("<i8").tobytes(), extras.astype("<i4").tobytes(), metrics])
     return out
 
@@ -125,13 +125,13 @@ def every_crash(seed, ranks, modes=MODES, small=False):
         for mode, favour in [(mode, None) for mode in modes] + [("torn", rank) for rank in range(ranks) if ranks > 1]:
             machine = Machine(1, n, mode, favour)
             plans = drive(job.copy(), states, [machine], recover=False)
-            assert machine.count == n and plans, f"crash {n} did not fire"
+            assert machine.count == n, f"crash {n} did not fire"
             met[plans[0].action] += 1
     print(dict(met))
-    assert met["redo"] and met["roll"] and not set(met) - {"redo", "roll"}
+    assert set(met) == {"redo", "roll"}
 
 
-@pytest.mark.parametrize(("seed", "ranks"), [(3, 1), (4, 1), (15, 1), (1, 2), (25, 2)])
+@pytest.mark.parametrize(("seed", "ranks"), [(3, 1), (4, 1), (15, 1), (10, 2)])
 def test_crash_at_every_store_of_three_steps(seed, ranks):
     every_crash(seed, ranks)
 
@@ -159,7 +159,7 @@ def test_crash_at_every_store_of_a_fill_over_a_live_arena(ranks):
     first = min(states)
     job = live(job)
     job.train(Machine(0), first + 4)
-    for back in (1, 2, 3):                                      # the old logs hold intents and marks of the next step, or commits beyond it
+    for back in (1, 2, 3):  # the old logs hold intents and marks of the next step, or commits beyond it
         job.source = model.checkpoint(model.first_source(job.layout, 5, first), states, first + back)
         machine = Machine(1)
         job.copy().recover(machine, refill=True)
@@ -191,7 +191,7 @@ def every_nested_crash(seed, ranks, modes, stride=1):
 
 @pytest.mark.parametrize(("seed", "ranks"), [(0, 1), (3, 1), (1, 2)])
 def test_crash_at_every_store_of_every_recovery(seed, ranks):
-    every_nested_crash(seed, ranks, ["torn"], stride=ranks)
+    every_nested_crash(seed, ranks, ["torn"], stride=2 * ranks - 1)
 
 
 @pytest.mark.slow
@@ -205,8 +205,13 @@ def test_crash_at_every_store_of_every_recovery_of_many_layouts(seed, ranks):
 
 
 def pages(job, prefix):
-    return [(r.index, name, page) for r in job.ranks for name, size in job.layout.sizes().items() if name.startswith(prefix)
-            for page in range(-(-size // PAGE))]
+    return [
+        (r.index, name, page)
+        for r in job.ranks
+        for name, size in job.layout.sizes().items()
+        if name.startswith(prefix)
+        for page in range(-(-size // PAGE))
+    ]
 
 
 def lose(job, losses, rng):
@@ -217,8 +222,17 @@ def lose(job, losses, rng):
 # What a lost page of each kind may end in, over all crash points: `never` is never refused; the others only with a mark on some rank,
 # or, for what the next compute reads, without an intent.
 NEVER, MARKED, ACTIVE = "never", "marked", "active"
-LOSSES = {"lane": NEVER, "staging": NEVER, "parity": NEVER, "log/0": NEVER, "log/1": NEVER, "metrics": NEVER, "grads": MARKED,
-          "extras": ACTIVE, "scalars": ACTIVE}
+LOSSES = {
+    "lane": NEVER,
+    "staging": NEVER,
+    "parity": NEVER,
+    "log/0": NEVER,
+    "log/1": NEVER,
+    "metrics": NEVER,
+    "grads": MARKED,
+    "extras": ACTIVE,
+    "scalars": ACTIVE,
+}
 
 
 def every_loss(seed, ranks, prefix, stride=1, most=10**9, nested=False):
@@ -228,8 +242,11 @@ def every_loss(seed, ranks, prefix, stride=1, most=10**9, nested=False):
         crashed = job.copy()
         with pytest.raises(Crash):
             crashed.train(Machine(1, n, "torn", n // 2 % (ranks + 1)), max(states))
-        marked = any(r.commit() == step + 1 or ((i := r.intent(step + 1)) and r.marks(i)) for r in crashed.ranks
-                     for step in [min(r.commit() for r in crashed.ranks)])
+        marked = any(
+            r.commit() == step + 1 or ((i := r.intent(step + 1)) and r.marks(i))
+            for r in crashed.ranks
+            for step in [min(r.commit() for r in crashed.ranks)]
+        )
         candidates = pages(crashed, prefix)
         for loss in rng.sample(candidates, min(most, len(candidates))):
             hurt = crashed.copy()
@@ -240,9 +257,8 @@ def every_loss(seed, ranks, prefix, stride=1, most=10**9, nested=False):
                 met[plans[0].action if plans else "crashed"] += 1
             except Refused as error:
                 met["refused: " + str(error)] += 1
-                rule = LOSSES[prefix]
-                assert rule != NEVER, f"crash {n}, {loss}: {error}"
-                assert rule != MARKED or marked, f"crash {n}, {loss}: {error}"
+                if LOSSES[prefix] == NEVER or (LOSSES[prefix] == MARKED and not marked):
+                    pytest.fail(f"refused needlessly: crash {n}, {loss}: {error}")
     print(prefix, dict(met))
     return met
 
@@ -250,7 +266,7 @@ def every_loss(seed, ranks, prefix, stride=1, most=10**9, nested=False):
 @pytest.mark.parametrize("prefix", LOSSES)
 @pytest.mark.parametrize(("seed", "ranks"), [(0, 1), (1, 2)])
 def test_one_lost_page_at_any_time(seed, ranks, prefix):
-    met = every_loss(seed, ranks, prefix, stride=2, most=6)
+    met = every_loss(seed, ranks, prefix, stride=2, most=4)
     assert met["redo"] + met["roll"] + met["revoke"]
     assert prefix != "grads" or met["revoke"]
 
@@ -286,7 +302,7 @@ def scenes(seed, ranks, prefix):
 def test_crash_at_every_store_of_a_recovery_from_a_lost_page(prefix):
     states, found, rng = scenes(0, 1, prefix)
     for crashed in found.values():
-        for hurt, count in rng.sample(crashed, min(4, len(crashed))):
+        for hurt, count in rng.sample(crashed, min(3, len(crashed))):
             for k in range(1, count + 1):
                 try:
                     drive(hurt.copy(), states, [Machine(2, k, "torn")])
@@ -294,13 +310,24 @@ def test_crash_at_every_store_of_a_recovery_from_a_lost_page(prefix):
                     pytest.fail(f"crash {k} in the recovery from a lost page of {prefix}: {error}")
 
 
-@pytest.mark.parametrize(("first", "second"), [("grads", ("lane",)), ("grads", ("parity",)), ("grads", ("lane", "parity")), ("staging", ("parity", "lane")),
-                                               ("parity", ("staging", "lane")), ("log/0", ("log/1",)), ("lane", ("lane",))])
+SECONDS = [
+    ("grads", ("lane",)),
+    ("grads", ("parity",)),
+    ("grads", ("lane", "parity")),
+    ("staging", ("parity",)),
+    ("staging", ("parity", "lane")),
+    ("parity", ("staging", "lane")),
+    ("log/0", ("log/1",)),
+    ("lane", ("lane",)),
+]
+
+
+@pytest.mark.parametrize(("first", "second"), SECONDS)
 def test_a_second_loss_soon_after_a_recovery(first, second):
     """The second crash falls into the recovery from the first loss or into the compute after it."""
     states, found, rng = scenes(7, 1, first)
     met = Counter()
-    for _ in range(250):
+    for _ in range(150):
         hurt, count = rng.choice(found[rng.choice(sorted(found))])
         hurt, faults = hurt.copy(), iter([second])
 
@@ -312,6 +339,8 @@ def test_a_second_loss_soon_after_a_recovery(first, second):
             met[len(drive(hurt, states, [Machine(rng.random(), rng.randrange(1, count + 12), "torn")], inject=inject))] += 1
         except Refused as error:
             met[str(error)] += 1
+            if "lane" not in second and "log/1" not in second:
+                pytest.fail(f"no data is lost, but: {error}")
     print(dict(met))
 
 
@@ -323,9 +352,9 @@ def test_more_lost_than_parity_rows_is_refused_and_both_log_copies_too():
     group = [(0, name, (first + i * size // job.layout.d) // PAGE) for i in range(job.layout.d)]
     assert job.layout.h1 < job.layout.d
     kept = job.copy()
-    lose(kept, group[:job.layout.h1], rng)
+    lose(kept, group[: job.layout.h1], rng)
     drive(kept, states, [])
-    lose(job, group[:job.layout.h + 1], rng)
+    lose(job, group[: job.layout.h + 1], rng)
     with pytest.raises(Refused, match="pages of a group lost"):
         drive(job.copy(), states, [])
     both = job.copy()
@@ -348,9 +377,15 @@ def random_history(seed):
             met["lost " + loss[1].split("/")[0]] += 1
 
     while True:
-        machines = [Machine(rng.random(), rng.choice([rng.randrange(1, 30), rng.randrange(1, 400)]), rng.choice(MODES),
-                            rng.choice([None, *range(ranks)]))
-                    for _ in range(budget)]
+        machines = [
+            Machine(
+                rng.random(),
+                rng.choice([rng.randrange(1, 30), rng.randrange(1, 400)]),
+                rng.choice(MODES),
+                rng.choice([None, *range(ranks)]),
+            )
+            for _ in range(budget)
+        ]
         budget = 0
         try:
             if refill:
@@ -369,7 +404,7 @@ def random_history(seed):
 
 def test_random_histories_with_losses():
     met = Counter()
-    for seed in range(1000, 1160):
+    for seed in range(1000, 1090):
         met += random_history(seed)
     print(dict(met))
     assert all(met[action] for action in ("fill", "redo", "roll", "revoke", "refused"))
@@ -384,7 +419,9 @@ def test_many_random_histories_with_losses(block):
 
 def test_a_record_that_is_torn_anywhere_does_not_count():
     old, new = model.record(model.COMMIT, 6, 2), model.record(model.COMMIT, 8, 3)
-    assert model.parse(new, model.COMMIT).step == 8 and not model.parse(bytes(64), model.COMMIT) and zlib.crc32(bytes(60))
+    assert model.parse(new, model.COMMIT).step == 8
+    assert not model.parse(bytes(64), model.COMMIT)
+    assert zlib.crc32(bytes(60)), "64 zero bytes must not be a record"
     for cut in range(1, 64):
         assert not model.parse(new[:cut] + old[cut:], model.COMMIT) or new[:cut] + old[cut:] in (old, new)
 

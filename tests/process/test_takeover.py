@@ -8,8 +8,6 @@ import time
 import pytest
 from jobs import Jobs, Run, alone, limit_file
 
-from leto_jax.config import Deadlines
-
 CHUNKS = 4  # of the tiny model
 NAMED = (
     ("compute", -1),

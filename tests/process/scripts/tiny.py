@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import itertools
 import os
 import subprocess
 import sys
@@ -44,7 +45,7 @@ def model(width: int, frozen_gib: int):
     def init(key):
         keys = jax.random.split(key, 3)
         sizes = (INPUTS, width, width, CLASSES)
-        params = {f"w{n}": jax.random.normal(k, pair) * 0.1 for n, (k, pair) in enumerate(zip(keys, zip(sizes, sizes[1:])))}
+        params = {f"w{n}": jax.random.normal(k, pair) * 0.1 for n, (k, pair) in enumerate(zip(keys, itertools.pairwise(sizes)))}
         params["b"] = jnp.zeros((width,))
         if frozen_gib:
             params["frozen"] = jnp.zeros((frozen_gib, 1 << 28))
