@@ -86,13 +86,13 @@ def write_result(
     Returns:
         The file written. It appears whole or not at all.
     """
-    unknown = sorted(set(values) - set(TARGETS[name]))
+    unknown = sorted(set(values) - set(TARGETS.get(name, {})))
     if unknown:
-        raise KeyError(f"{name}: expected values for {', '.join(TARGETS[name])}, found {', '.join(unknown)}; add a limit to targets.py")
+        raise KeyError(f"{name}: expected values for {', '.join(TARGETS.get(name, {}))}, found {', '.join(unknown)}; add a limit to targets.py")
     nested = [key for row in rows for key, value in row.items() if isinstance(value, dict | list | tuple)]
     if nested:
         raise TypeError(f"{name}: expected flat rows, found nested values under {', '.join(sorted(set(nested)))}")
-    decided = {key: target for key, target in TARGETS[name].items() if key in values}
+    decided = {key: target for key, target in TARGETS.get(name, {}).items() if key in values}
     result = {
         "name": f"{name}_{variant}" if variant else name,
         "created": datetime.now(UTC).isoformat(timespec="seconds"),

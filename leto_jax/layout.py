@@ -467,7 +467,7 @@ def _cut(sig: SignatureSpec, protection: Protection, first: int) -> tuple[tuple[
         if groups and end + size - groups[-1][0] <= target:
             groups[-1][1].append(n)
         else:
-            end = groups[-1][0] + round_up(end - groups[-1][0], unit) if groups else 0
+            end = groups[-1][0] + round_up(max(1, end - groups[-1][0]), unit) if groups else 0  # a chunk of empty leaves has a length too
             groups.append((end, [n]))
         offsets.append(end)
         end += size

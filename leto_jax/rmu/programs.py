@@ -307,6 +307,7 @@ def _compute_function(step: StepSpec, params_tree, differentiated: tuple[int, ..
                     raise errors.UsageError(
                         "loss_fn: expected (loss, (extras, metrics)), found another structure; return extras unchanged if it has none"
                     ) from exception
+                _check_loss(jnp.asarray(value))  # here: value_and_grad would refuse it first, in its own words
                 return value, (aux_extras, aux_metrics)
 
             (loss, (new_extras, metrics)), grads = jax.value_and_grad(loss_of, has_aux=True)([leaves[i] for i in differentiated])
@@ -318,10 +319,14 @@ def _compute_function(step: StepSpec, params_tree, differentiated: tuple[int, ..
     return compute
 
 
-def _check_compute(loss, grads, extras, new_extras, param_specs: Sequence[LeafSpec]) -> None:
-    """Refuses a loss whose results cannot be retained, with the first thing that is wrong (UsageError)."""
+def _check_loss(loss) -> None:
     if loss.shape != () or not jnp.issubdtype(loss.dtype, jnp.floating):
         raise errors.UsageError(f"loss: expected a floating scalar, found {loss.dtype}{list(loss.shape)}; reduce it with jnp.mean")
+
+
+def _check_compute(loss, grads, extras, new_extras, param_specs: Sequence[LeafSpec]) -> None:
+    """Refuses a loss whose results cannot be retained, with the first thing that is wrong (UsageError)."""
+    _check_loss(loss)
     before, after = describe(extras), describe(new_extras)
     if before != after:
         old, new = next(((a, b) for a, b in itertools.zip_longest(before, after, fillvalue="nothing") if a != b))

@@ -43,8 +43,9 @@ class InjectedFault(errors.LetoError):
 class Injector:
     """Looks for a request in the control words and carries it out when its phase, step and chunk are reached."""
 
-    def __init__(self, control: Control | None):
-        self._control = control
+    def __init__(self, control: Control | None, chunks: int):
+        # Between two marks unless a chunk is named: before the first mark nothing of the update is in place yet. One chunk has no between.
+        self._control, self._between = control, range(min(1, chunks - 1), chunks)
 
     def check(self, phase: Phase, step: int, chunk: int) -> None:
         """Called at each phase of each step; does nothing unless there is a new request that names this place."""
@@ -58,9 +59,8 @@ class Injector:
             return
         if control[Word.INJECT_STEP] not in (ANY, step):
             return
-        # Between two marks unless a chunk is named: before the first chunk nothing of the update is in place yet.
         wanted = control[Word.INJECT_CHUNK]
-        if phase is Phase.UPDATE and (chunk < 1 if wanted == ANY else chunk != wanted):
+        if phase is Phase.UPDATE and (chunk not in self._between if wanted == ANY else chunk != wanted):
             return
         control[Word.INJECT_TAKEN] = sequence
         control[Word.INJECT_FIRED_STEP] = step

@@ -129,11 +129,11 @@ class Session:
         self._compiles = _count_compiles()
         if self._process is None or self._member is None:
             print("leto: not started by `leto run`: training unprotected, with the same programs and the same results", file=sys.stderr, flush=True)
-            self._injector = Injector(None)
+            self._injector = Injector(None, len(self._job.layout.chunks))
             self._begin(executables.compile_all(lowered), private_arenas(self._job.layout), epoch=1)
             return
         self._control = self._member.control()
-        self._injector = Injector(self._control)
+        self._injector = Injector(self._control, len(self._job.layout.chunks))
         identity = executables.identify(self._job, lowered)
         if self._process.role == "shadow":
             self._wait_as_shadow(lowered, identity)

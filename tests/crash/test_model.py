@@ -137,8 +137,9 @@ def test_crash_at_every_store_of_three_steps(seed, ranks):
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(3600)
 @pytest.mark.parametrize("ranks", [1, 2, 3])
-@pytest.mark.parametrize("seed", range(100, 112))
+@pytest.mark.parametrize("seed", range(100, 106))
 def test_crash_at_every_store_of_three_steps_of_many_layouts(seed, ranks):
     every_crash(seed, ranks)
 
@@ -195,8 +196,9 @@ def test_crash_at_every_store_of_every_recovery(seed, ranks):
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(3600)
 @pytest.mark.parametrize("ranks", [1, 2, 3])
-@pytest.mark.parametrize("seed", range(120, 124))
+@pytest.mark.parametrize("seed", range(120, 122))
 def test_crash_at_every_store_of_every_recovery_of_many_layouts(seed, ranks):
     every_nested_crash(seed, ranks, MODES)
 
@@ -272,9 +274,10 @@ def test_one_lost_page_at_any_time(seed, ranks, prefix):
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(3600)
 @pytest.mark.parametrize("prefix", LOSSES)
 @pytest.mark.parametrize("ranks", [1, 2, 3])
-@pytest.mark.parametrize("seed", range(130, 133))
+@pytest.mark.parametrize("seed", range(130, 132))
 def test_one_lost_page_at_any_time_of_many_layouts(seed, ranks, prefix):
     every_loss(seed, ranks, prefix)
     every_loss(seed, ranks, prefix, nested=True)
@@ -411,7 +414,8 @@ def test_random_histories_with_losses():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("block", range(20))
+@pytest.mark.timeout(3600)
+@pytest.mark.parametrize("block", range(4))
 def test_many_random_histories_with_losses(block):
     for seed in range(10_000 + 500 * block, 10_500 + 500 * block):
         random_history(seed)

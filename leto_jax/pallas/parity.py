@@ -1,0 +1,200 @@
+"""Reed-Solomon encode and decode, and page checksums: kernels that read their rows once, at the bandwidth of the memory.
+
+A block holds one tile of all rows. It goes down the rows and keeps the parity of its tile in registers, so nothing is read twice and no
+two blocks share anything. Two forms:
+
+- coefficients in power form (`words.horner_shifts`, all codes with up to 3 parity rows): a loop over the rows, Horner;
+- any coefficients (4 parity rows, decode): unrolled, one accumulator for each bit of the coefficients, so that a row costs one XOR for
+  each bit that is set.
+
+*Cost*: D rows read, H (or the rebuilt) rows written; with checksums a second, tiny program.
+"""
+
+import dataclasses
+import functools
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from leto_jax.pallas import mosaic, words as arithmetic
+from leto_jax.pallas.mosaic import THREADS, Tile
+from leto_jax.pallas.words import Coefficients
+
+
+@dataclasses.dataclass(frozen=True)
+class Config:
+    """How a kernel runs; never what it computes.
+
+    vectors: 16-byte vectors of a row that each thread holds. rows_per_step: rows that the loop loads before it uses the first of them.
+    prefetch: the loop loads its next rows before it uses those that it has.
+    """
+
+    vectors: int = 1
+    rows_per_step: int = 1
+    prefetch: bool = False
+    unroll_all: bool = False
+
+
+VECTOR = 4
+SMALLEST_TILE = THREADS * VECTOR
+"""Words. Rows and pages must be multiples of it."""
+
+
+def encode(
+    data: jax.Array,
+    coefficients: Coefficients,
+    *,
+    page_words: int | None = None,
+    config: Config | None = None,
+    interpret: bool = False,
+) -> tuple[jax.Array, jax.Array | None]:
+    """Parity rows of a piece, and the checksums of its pages in the same pass.
+
+    Args:
+      data: uint32[D, W], W a multiple of `SMALLEST_TILE`.
+      coefficients: H rows of D coefficients. H = 0 gives checksums alone.
+      page_words: words of a page, a divisor of W and a multiple of `SMALLEST_TILE`; None for no checksums.
+
+    Returns:
+      uint32[H, W], and uint32[D * W / page_words, 2] or None.
+    """
+    rows, length = data.shape
+    arithmetic.check_coefficients(coefficients, rows)
+    config = config or (Config() if coefficients else Config(vectors=2))
+    tile = choose_tile(length, page_words, config.vectors)
+    outputs: list[Any] = []
+    if coefficients:
+        outputs.append(jax.ShapeDtypeStruct((len(coefficients), length), jnp.uint32))
+    if page_words:
+        outputs.append(mosaic.sums_shape(rows, length // tile.elements))
+    if not outputs:
+        raise ValueError("encode: expected parity rows or pages to compute, found neither")
+    shifts = None if config.unroll_all else arithmetic.horner_shifts(coefficients)
+    body: Any
+    if shifts is None:
+        sources = tuple((0, row) for row in range(rows))
+        body = functools.partial(_unrolled, tile, sources, coefficients, page_words, interpret)
+    else:
+        body = functools.partial(_loop, tile, shifts, page_words, config, interpret)
+    results = list(_launch(body, outputs, length // tile.elements, interpret)(data))
+    parity = results.pop(0) if coefficients else jnp.zeros((0, length), jnp.uint32)
+    return parity, mosaic.page_sums(results.pop(), length // page_words) if page_words else None
+
+
+def page_checksums(data: jax.Array, page_words: int, *, config: Config | None = None, interpret: bool = False) -> jax.Array:
+    """Checksums of the pages of a piece: uint32[D, W] -> uint32[D * W / page_words, 2]. See `encode`."""
+    sums = encode(data, (), page_words=page_words, config=config, interpret=interpret)[1]
+    assert sums is not None
+    return sums
+
+
+def decode(
+    data: jax.Array,
+    parity: jax.Array,
+    survivors: Sequence[int],
+    coefficients: Coefficients,
+    *,
+    config: Config | None = None,
+    interpret: bool = False,
+) -> jax.Array:
+    """Lost rows from others. The pattern is static: one program for each.
+
+    Args:
+      data: uint32[D, W]; rows that are not named in `survivors` are not read.
+      parity: uint32[H, W], likewise.
+      survivors: numbers of the rows that are read; D + h is parity row h.
+      coefficients: for each lost row, one coefficient for each survivor.
+
+    Returns:
+      uint32[lost, W].
+    """
+    rows, length = data.shape
+    if parity.shape[1:] != (length,) or not all(0 <= row < rows + len(parity) for row in survivors):
+        raise ValueError(f"decode: expected rows of {length} words and survivors below {rows} + {len(parity)}, found {parity.shape}, {survivors}")
+    arithmetic.check_coefficients(coefficients, len(survivors))
+    tile = choose_tile(length, None, (config or Config()).vectors)
+    sources = tuple((0, row) if row < rows else (1, row - rows) for row in survivors)
+    body = functools.partial(_unrolled, tile, sources, coefficients, None, interpret)
+    output = jax.ShapeDtypeStruct((len(coefficients), length), jnp.uint32)
+    return _launch(body, [output], length // tile.elements, interpret)(data, parity)[0]
+
+
+def choose_tile(row_words: int, page_words: int | None, vectors: int) -> Tile:
+    """The largest tile of at most `vectors` vectors a thread that divides rows and pages."""
+    while vectors:
+        tile = Tile(SMALLEST_TILE * vectors, VECTOR)
+        if row_words % tile.elements == 0 and (page_words is None or (page_words % tile.elements == 0 and row_words % page_words == 0)):
+            return tile
+        vectors //= 2
+    raise ValueError(f"expected rows of whole pages, and pages a multiple of {SMALLEST_TILE} words, found {row_words} and {page_words} words")
+
+
+def _launch(body: Any, outputs: list[Any], blocks: int, interpret: bool) -> Any:
+    return plgpu.kernel(
+        body,
+        out_type=tuple(outputs),
+        grid=(blocks,),
+        grid_names=("tile",),
+        compiler_params=mosaic.PARAMS,
+        interpret=mosaic.interpreter(interpret),
+        kernel_name="leto_parity",
+    )
+
+
+def steps(rows: int, rows_per_step: int) -> tuple[int, int]:
+    """(rows, steps) of a loop that takes several rows at a time: the largest divisor of `rows` that is not above `rows_per_step`."""
+    together = next(k for k in range(min(rows, rows_per_step), 0, -1) if rows % k == 0)
+    return together, rows // together
+
+
+def _loop(tile: Tile, shifts: tuple[int, ...], page_words: int | None, config: Config, interpret: bool, data, *outputs) -> None:
+    number = jax.lax.axis_index("tile")
+    parity, sums = outputs[0] if shifts else None, outputs[-1] if page_words else None
+    weights = tile.weights(number, page_words) if page_words else None
+    together, count = steps(data.shape[0], config.rows_per_step)
+
+    def load(step):
+        return [tile.load(data, step * together + k, number) for k in range(together)]
+
+    def step(i, carry):
+        accumulators, held = carry
+        rows = held if config.prefetch else load(i)
+        held = load(jax.lax.min(i + 1, count - 1)) if config.prefetch else ()
+        for k, row in enumerate(rows):
+            accumulators = [arithmetic.horner(a, row, shift) for a, shift in zip(accumulators, shifts, strict=True)]
+            if sums is not None:
+                mosaic.store_sums(sums.at[i * together + k, :, number], row, arithmetic.fold(row) * weights, tile, interpret)
+        return accumulators, held
+
+    first = load(0) if config.prefetch else ()
+    accumulators, _ = jax.lax.fori_loop(0, count, step, ([tile.zeros() for _ in shifts], first))
+    for row, accumulator in enumerate(accumulators):
+        tile.store(parity, row, number, accumulator)
+
+
+def _unrolled(
+    tile: Tile,
+    sources: tuple[tuple[int, int], ...],
+    coefficients: Coefficients,
+    page_words: int | None,
+    interpret: bool,
+    *refs,
+) -> None:
+    number = jax.lax.axis_index("tile")
+    inputs = 1 + max(source for source, _ in sources)
+    result, sums = refs[-2 if page_words else -1], refs[-1] if page_words else None
+    weights = tile.weights(number, page_words) if page_words else None
+    by_bit: list[list[jax.Array | None]] = [[None] * max(row).bit_length() for row in coefficients]
+    for position, (source, row) in enumerate(sources):
+        value = tile.load(refs[:inputs][source], row, number)
+        for bits, factors in zip(by_bit, coefficients, strict=True):
+            for bit, held in enumerate(bits):
+                if factors[position] >> bit & 1:
+                    bits[bit] = value if held is None else held ^ value
+        if sums is not None:
+            mosaic.store_sums(sums.at[row, :, number], value, arithmetic.fold(value) * weights, tile, interpret)
+    for row, bits in enumerate(by_bit):
+        tile.store(result, row, number, arithmetic.evaluate(bits))
