@@ -116,10 +116,11 @@ def main(
     log_every: Annotated[int, typer.Option(min=1, help="Steps between printed losses.")] = 1,
     eval_every: Annotated[int, typer.Option(min=0, help="Steps between evaluations on held-out text; 0: none.")] = 0,
     sleep_secs: Annotated[float, typer.Option(min=0.0, help="Pause after each step, for demonstrations.")] = 0.0,
+    sleep_while: Annotated[Path | None, typer.Option(help="Pause only while this file exists.")] = None,
     json: Annotated[Path | None, typer.Option(help="Write the result to this file.")] = None,
 ) -> None:
     """Trains a byte-level language model on the sources of Python's standard library."""
-    settings = {name: value for name, value in locals().items() if name != "json"}
+    settings = {name: value for name, value in locals().items() if name not in ("json", "sleep_while")}
     if device not in ("cpu", "gpu"):
         raise typer.BadParameter(f"expected cpu or gpu, found {device!r}", param_hint="--device")
     if device == "gpu":
@@ -155,7 +156,7 @@ def main(
                 with s.section("eval", timeout_secs=600):
                     losses = [float(evaluate(state, examples(n))) for n in range(EVAL_BATCHES)]
                 print(f"step {t} held-out loss {sum(losses) / EVAL_BATCHES!r}", flush=True)
-            if not s.replayed:
+            if not s.replayed and (sleep_while is None or sleep_while.exists()):
                 time.sleep(sleep_secs)
     if json is not None:
         found = {

@@ -53,7 +53,7 @@ FAULTS = (
 
 @dataclasses.dataclass(frozen=True)
 class Plan:
-    """Size of one demo. pause_secs: between two steps of the protected run, so that shadows get ready on two cores between the failures;
+    """Size of one demo. pause_secs: between two steps of the protected run, until the last failure, so that shadows get ready on two cores;
     it is no part of a step, and the results do not depend on it."""
 
     faults: tuple[Fault, ...]
@@ -62,9 +62,9 @@ class Plan:
     deadline_secs: float
 
 
-FULL = Plan(FAULTS, ("--width", "256", "--depth", "4", "--heads", "4", "--context", "128", "--batch", "8", "--steps", "80", "--log-every", "1"), 1.0, 235.0)
+FULL = Plan(FAULTS, ("--width", "256", "--depth", "4", "--heads", "4", "--context", "128", "--batch", "8", "--steps", "100", "--log-every", "1"), 1.0, 480.0)
 QUICK = Plan(
-    (FAULTS[0], FAULTS[1], FAULTS[2]), ("--width", "128", "--depth", "2", "--heads", "4", "--context", "64", "--batch", "8", "--steps", "40", "--log-every", "1"), 0.9, 74.0
+    (FAULTS[0], FAULTS[1], FAULTS[2]), ("--width", "128", "--depth", "2", "--heads", "4", "--context", "64", "--batch", "8", "--steps", "60", "--log-every", "1"), 1.0, 240.0
 )
 
 
@@ -129,8 +129,10 @@ def _alone(plan: Plan, json_file: Path, progress: Progress, steps: int, end: flo
 
 def _protected(plan: Plan, job: str, directory: str, progress: Progress, steps: int, end: float) -> str:
     """The same script under `leto run`, failing again and again."""
-    out, err = Path(directory) / "out", Path(directory) / "err"
-    command = [sys.executable, "-m", "leto_jax.cli", "run", "--job", job, str(SCRIPT), *plan.arguments, "--sleep-secs", str(plan.pause_secs)]
+    out, err, pausing = Path(directory) / "out", Path(directory) / "err", Path(directory) / "pausing"
+    pausing.touch()
+    pauses = ["--sleep-secs", str(plan.pause_secs), "--sleep-while", str(pausing)]
+    command = [sys.executable, "-m", "leto_jax.cli", "run", "--job", job, str(SCRIPT), *plan.arguments, *pauses]
     task = progress.add_task("protected run", total=steps)
     with open(out, "wb") as stdout, open(err, "wb") as stderr:
         process = subprocess.Popen(command, stdout=stdout, stderr=stderr, env={**os.environ, "PYTHONUNBUFFERED": "1"})
@@ -140,6 +142,7 @@ def _protected(plan: Plan, job: str, directory: str, progress: Progress, steps: 
                 progress.update(task, description=f"protected run, {number}/{len(plan.faults)}: waiting for a shadow")
                 _inject(job, fault, process, progress, task, end)
                 progress.update(task, description=f"protected run, {number}/{len(plan.faults)}: {fault.title}")
+            pausing.unlink()
             while process.poll() is None and time.monotonic() < end:
                 _show_step(job, progress, task)
             if process.poll() is None:

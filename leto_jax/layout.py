@@ -462,7 +462,8 @@ def _cut(sig: SignatureSpec, protection: Protection, first: int) -> tuple[tuple[
         number = max(1, math.ceil(end / length))
         chunks = tuple(Chunk(first + k, k * length, length) for k in range(number))
         return tuple(offsets), chunks, number * length
-    offsets, groups, end = [], [], 0
+    offsets, end = [], 0
+    groups: list[tuple[int, list[int]]] = []
     for n, size in enumerate(sizes):
         if groups and end + size - groups[-1][0] <= target:
             groups[-1][1].append(n)
@@ -510,7 +511,9 @@ def from_bytes(data: bytes) -> Layout:
                 ring_iterator_bytes=raw["ring_iterator_bytes"],
             )
         )
-    except (KeyError, TypeError, UnicodeDecodeError, json.JSONDecodeError) as exception:
+    except errors.RecordError:
+        raise
+    except (KeyError, TypeError, ValueError, AttributeError, IndexError) as exception:
         raise errors.RecordError(f"layout: expected the bytes that layout.to_bytes wrote, found {data[:40]!r}... ({exception})") from exception
 
 
@@ -519,7 +522,7 @@ def require_equal(retained: Layout, mine: Layout) -> None:
     if retained.fingerprint == mine.fingerprint:
         return
     advice = "start the script with the model, optimizer and settings of the job, or give the new job another --job name"
-    for kind in ("params", "constants", "shared", "values", "extras", "metrics", "batch"):
+    for kind in ("params", "constants", "shared", "values", "extras", "metrics", "batch", "loose_grads"):
         theirs, ours = getattr(retained.spec, kind), getattr(mine.spec, kind)
         for old, new in zip(theirs, ours, strict=False):
             if old != new:
@@ -527,8 +530,19 @@ def require_equal(retained: Layout, mine: Layout) -> None:
         if len(theirs) != len(ours):
             longer, who = (theirs, "the job") if len(theirs) > len(ours) else (ours, "this process")
             raise errors.LayoutError(f"{kind}: only {who} has {longer[min(len(theirs), len(ours))].describe()}; {advice}")
+    if unequal := set(retained.spec.read_only) ^ set(mine.spec.read_only):
+        who = "the job" if min(unequal) in retained.spec.read_only else "this process"
+        raise errors.LayoutError(f"params: {mine.spec.params[min(unequal)].describe()} is frozen in {who} only; {advice}")
+    label = lambda sig: f"{sig.name} {sig.fingerprint[:12]} {sig.lanes}"
     for old, new in zip(retained.spec.signatures, mine.spec.signatures, strict=False):
         if old != new:
-            path = mine.spec.params[next((b for a, b in zip(old.leaves, new.leaves, strict=False) if a != b), new.leaves[0])].path
-            raise errors.LayoutError(f"optimizer: the update of {path} differs: the job has {old.name} {old.lanes}, this process {new.name} {new.lanes}; {advice}")
-    raise errors.LayoutError(f"settings: the job was laid out with {retained.spec.protection}, this process with {mine.spec.protection}; {advice}")
+            path = mine.spec.params[min(set(old.leaves) ^ set(new.leaves), default=old.leaves[0])].path
+            raise errors.LayoutError(f"optimizer: the update of {path} differs: the job has {label(old)}, this process {label(new)}; {advice}")
+    for who, longer, shorter in [("the job", retained, mine), ("this process", mine, retained)]:
+        if more := longer.spec.signatures[len(shorter.spec.signatures) :]:
+            raise errors.LayoutError(f"optimizer: only {who} has the update {more[0].name!r} of {mine.spec.params[more[0].leaves[0]].path}; {advice}")
+    for name in ("protection", "ring_batch_limit", "ring_iterator_bytes"):
+        setting, found = getattr(retained.spec, name), getattr(mine.spec, name)
+        if setting != found:
+            raise errors.LayoutError(f"settings: {name}: the job was laid out with {setting}, this process with {found}; {advice}")
+    raise errors.LayoutError(f"the job was laid out by another version of leto_jax; {advice}")

@@ -30,6 +30,7 @@ from typing import Any
 import numpy as np
 
 from leto_jax import errors
+from leto_jax import layout as layouts
 from leto_jax.agent import client, operability, policy
 from leto_jax.agent.policy import Action, Failure, Kind, Limits
 from leto_jax.agent.processes import LOW, Child, become_subreaper, new_token, reap_orphans, set_priority, spawn, state_letter
@@ -48,7 +49,7 @@ from leto_jax.records import Kind as RecordKind
 from leto_jax.records import Record
 from leto_jax.rmu.recovery import Life
 from leto_jax.shadow.inject import ANY, KINDS, FailureKind
-from leto_jax.shadow.member import AGENT_SOCKET, control_name
+from leto_jax.shadow.member import AGENT_SOCKET, IDENTITY, control_name
 
 TICK_SECS = 0.02
 PROGRESS_SECS = 30.0
@@ -69,8 +70,8 @@ class Settings:
     arguments: tuple[str, ...]
     job_dir: Path
     shadow: bool = True
-    limits: Limits = Limits()
-    deadlines: Deadlines = Deadlines()
+    limits: Limits = dataclasses.field(default_factory=Limits)
+    deadlines: Deadlines = dataclasses.field(default_factory=Deadlines)
     debug: bool = False
 
 
@@ -495,13 +496,16 @@ class Agent:
 
     def _damage_memory(self, kind: FailureKind) -> None:
         """Carries out an injected page loss or corruption: after the fence, before the attach. One page of parameters or optimizer state."""
+        assert self._pending is not None
         name = arena_names(0)[0]
-        descriptor = self._subscription.descriptors[name]
-        arena = Arena(descriptor.fd, descriptor.nbytes, name)
+        descriptors = self._subscription.descriptors
+        layout = layouts.from_bytes(json.loads(descriptors[IDENTITY].read())["layout"].encode())
+        # The piece that is updated last, where it lies now.
+        step = self._control[Word.COMMIT] + (self._pending.failure.phase is Phase.COMMIT)
+        piece = layout.pieces_of_chunk[layout.order(step + 1)[-1]][0]
+        offset, page = layout.address(piece, step), piece.page_bytes
+        arena = Arena(descriptors[name].fd, descriptors[name].nbytes, name)
         try:
-            # The last page of the arena that is not zero lies in a lane: lanes are the last region but staging.
-            page = 4096
-            offset = _page_to_damage(arena, page)
             if kind is FailureKind.PAGE_LOSS:
                 self._metadata.add_lost(LostRange("device", offset, page))
             garbage = np.random.default_rng(self._incarnation).integers(0, 256, page, np.uint8)
@@ -830,15 +834,6 @@ class Agent:
         tokens = [child.token for child in (self._trainer, self._shadow) if child is not None]
         temporary.write_text(json.dumps({"job": self.settings.job, "state": state, "step": self._control[Word.COMMIT], "tokens": tokens}))
         temporary.replace(path)
-
-
-def _page_to_damage(arena: Arena, page: int) -> int:
-    """Offset of the last page of the arena's last quarter that holds more than a few values: data, not a gap or padding."""
-    content = arena.view(0, arena.nbytes // page * page).reshape(-1, page)
-    for number in range(len(content) * 2 // 3, 0, -1):
-        if len(np.unique(content[number][:512])) > 64:
-            return number * page
-    raise errors.JobError("page loss: the arena holds no data yet")
 
 
 def _cache_settings(environ: Mapping[str, str], job_dir: Path) -> dict[str, str]:

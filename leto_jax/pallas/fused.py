@@ -23,6 +23,7 @@ import jax.numpy as jnp
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from leto_jax.pallas import mosaic, parity as parity_kernels, words as arithmetic
+from leto_jax.pallas.elementwise import kernel_form
 from leto_jax.pallas.mosaic import THREADS, Tile
 from leto_jax.pallas.words import Coefficients
 
@@ -37,6 +38,7 @@ class Config:
     vectors: int = 1
     rows_per_step: int = 1
     prefetch: bool = False
+    together: bool = False
 
 
 class Updated(NamedTuple):
@@ -94,11 +96,13 @@ def fused_update(
     outputs = [jax.ShapeDtypeStruct((data_rows, row), x.dtype) for x in new]
     if shifts:
         outputs += [jax.ShapeDtypeStruct((len(shifts), row * x.dtype.itemsize // 4), jnp.uint32) for x in new]
+    sums = mosaic.Sums(data_rows, len(new), tiles)
     if page_bytes:
-        outputs += [mosaic.sums_shape(data_rows, tiles) for _ in new]
+        outputs.append(sums.output)
     kernel = plgpu.kernel(
-        functools.partial(_body, function, tile, shifts, page_bytes, config, interpret, len(scalars), grad is not None, len(lanes), len(new)),
+        functools.partial(_body, function, tile, shifts, page_bytes, sums, config, interpret, [x.dtype == jnp.bool_ for x in scalars], grad is not None, len(lanes), len(new)),
         out_type=tuple(outputs),
+        scratch_types=[sums.scratch] if page_bytes else [],
         grid=(tiles,),
         grid_names=("tile",),
         compiler_params=mosaic.PARAMS,
@@ -119,9 +123,7 @@ def fused_update(
         parity = tuple(jnp.zeros((0, row * x.dtype.itemsize // 4), jnp.uint32) for x in new)
     checksums: tuple[jax.Array, ...] = ()
     if page_bytes:
-        checksums = tuple(
-            mosaic.page_sums(partial, row * x.dtype.itemsize // page_bytes) for partial, x in zip(guards[-len(new) :], new, strict=True)
-        )
+        checksums = sums.page_sums(guards[-1], [row * x.dtype.itemsize // page_bytes for x in new])
     return Updated(tuple(x.reshape(length) for x in matrices), parity, checksums)
 
 
@@ -164,13 +166,13 @@ def _words_of_rows(rows: jax.Array) -> jax.Array:
     return jax.lax.bitcast_convert_type(rows.reshape(len(rows), -1, 2), jnp.uint32)
 
 
-def _body(function, tile, shifts, page_bytes, config, interpret, n_scalars, has_grad, n_old, n_new, *refs) -> None:
+def _body(function, tile, shifts, page_bytes, sums, config, interpret, flags, has_grad, n_old, n_new, *refs) -> None:
     number = jax.lax.axis_index("tile")
     n_inputs = n_old + has_grad
-    cuts = [n_scalars, n_inputs, n_new, n_new if shifts else 0, n_new if page_bytes else 0]
+    cuts = [len(flags), n_inputs, n_new, n_new if shifts else 0]
     starts = [sum(cuts[:k]) for k in range(len(cuts) + 1)]
-    scalar_refs, input_refs, new_refs, parity_refs, sum_refs = (refs[a:b] for a, b in zip(starts, starts[1:], strict=False))
-    scalars = tuple(ref[0] for ref in scalar_refs)
+    scalar_refs, input_refs, new_refs, parity_refs = (refs[a:b] for a, b in zip(starts, starts[1:], strict=False))
+    scalars = tuple(ref[0] != 0 if flag else ref[0] for ref, flag in zip(scalar_refs, flags, strict=True))
     sizes = [ref.dtype.itemsize for ref in new_refs]
     word_tiles = [tile.as_words(size) for size in sizes]
     weights = {size: tile.as_words(size).weights(number, page_bytes // 4) for size in set(sizes)} if page_bytes else {}
@@ -181,18 +183,21 @@ def _body(function, tile, shifts, page_bytes, config, interpret, n_scalars, has_
 
     def update(row, arrays, accumulators):
         grad, lanes = (arrays[0], arrays[1:]) if has_grad else (None, arrays)
-        accumulated = []
-        for lane, value in enumerate(function(scalars, grad, tuple(lanes))):
+        accumulated, pairs = [], []
+        for lane, value in enumerate(kernel_form(function)(scalars, grad, tuple(lanes))):
             tile.store(new_refs[lane], row, number, value)
             words = mosaic.to_words(value, tile, interpret)
             accumulated.append([arithmetic.horner(a, words, h) for a, h in zip(accumulators[lane], shifts, strict=True)])
             if page_bytes:
-                weighted = arithmetic.fold(words) * weights[sizes[lane]]
-                mosaic.store_sums(sum_refs[lane].at[row, :, number], words, weighted, word_tiles[lane], interpret)
+                pairs.append((words, arithmetic.fold(words) * weights[sizes[lane]]))
+        if page_bytes:
+            sums.add(refs[-1], row, pairs, word_tiles, interpret)
         return accumulated
 
     def step(i, carry):
         accumulators, held = carry
+        if config.together:
+            mosaic.keep_together(interpret)
         rows = held if config.prefetch else load(i)
         held = load(jax.lax.min(i + 1, count - 1)) if config.prefetch else ()
         for k, arrays in enumerate(rows):
@@ -204,6 +209,8 @@ def _body(function, tile, shifts, page_bytes, config, interpret, n_scalars, has_
     for lane, rows in enumerate(accumulators):
         for row, accumulator in enumerate(rows):
             word_tiles[lane].store(parity_refs[lane], row, number, accumulator)
+    if page_bytes:
+        sums.finish(refs[-1], refs[-2], number, interpret)
 
 
 def traffic_bytes(scalars: int, grad: Any, lanes: Sequence[Any], updated: Updated) -> int:

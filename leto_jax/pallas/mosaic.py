@@ -8,6 +8,7 @@ GPU interpret mode knows no inlined MLIR, so what is written with it has a secon
 
 import dataclasses
 import functools
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -18,7 +19,7 @@ from jax.experimental.mosaic import gpu as mgpu
 from jax.experimental.mosaic.gpu import utils as mgpu_utils
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxlib.mlir import ir
-from jaxlib.mlir.dialects import arith, vector
+from jaxlib.mlir.dialects import arith, memref, vector
 
 THREADS = 128
 WARPS = 4
@@ -38,6 +39,11 @@ class Tile:
 
     elements: int
     vector: int
+
+    @property
+    def runs(self) -> int:
+        """Vectors that each thread holds."""
+        return self.elements // (THREADS * self.vector)
 
     @property
     def layout(self) -> Any:
@@ -86,51 +92,102 @@ def to_words(value: jax.Array, tile: Tile, interpret: bool) -> jax.Array:
     return pack(value)
 
 
-def store_sums(ref: Any, values: jax.Array, weighted: jax.Array, tile: Tile, interpret: bool) -> None:
-    """The sums of both arrays over the threads of each warp: 2 times uint32[tile] -> uint32[2, WARPS] in global memory.
+def keep_together(interpret: bool) -> None:
+    """The warps of a block wait for each other: those that run ahead would open more pages of memory at a time."""
+    if not interpret:
+        plgpu.inline_mgpu()(lambda _: mgpu.warpgroup_barrier())()
 
-    Sums over the block would cost shared memory and barriers; one instruction sums over a warp.
+
+class Sums:
+    """Sums over pages of values and of weighted values, `count` streams at once.
+
+    A sum over a block for each row would cost barriers. Instead each warp sums by itself (one instruction), leaves the results in shared
+    memory, and the block adds them up once, after its last row. What blocks leave, uint32[tiles, rows * count * 2], becomes checksums of
+    pages in `page_sums`, a small program of its own.
     """
-    if interpret:
-        by_warp = lambda x: jnp.sum(x.reshape(-1, WARPS, tile.elements // tile_runs(tile) // WARPS), axis=(0, 2), dtype=jnp.uint32)
-        ref[...] = jnp.stack([by_warp(values), by_warp(weighted)])
-        return
 
-    @plgpu.inline_mgpu(arg_types=(tile.layout, tile.layout, plgpu.RefType()))
-    def reduce(_, first, second, target):
-        i32, index = ir.IntegerType.get_signless(32), ir.IndexType.get()
-        constant = lambda value: arith.constant(i32, value)
+    def __init__(self, rows: int, count: int, tiles: int):
+        self.rows, self.count, self.tiles = rows, count, tiles
 
-        def total(array):
-            register = functools.reduce(arith.addi, array.registers.flat)
-            parts = [
-                vector.extract(register, dynamic_position=[], static_position=ir.DenseI64ArrayAttr.get([i])) for i in range(tile.vector)
-            ]
-            return mgpu_utils.redux(functools.reduce(arith.addi, parts), constant(-1), mgpu_utils.ReductionKind.ADD)
+    @property
+    def scratch(self) -> Any:
+        """Shared memory of a block."""
+        return plgpu.SMEM((self.rows, 2 * self.count, WARPS), jnp.uint32)
 
-        sums = total(first), total(second)
-        thread = mgpu.thread_idx()
-        lane = arith.remui(thread, constant(32))
-        with mgpu.when(arith.cmpi(arith.CmpIPredicate.ult, lane, constant(2))):
-            mine = arith.select(arith.cmpi(arith.CmpIPredicate.eq, lane, constant(0)), *sums)
-            where = [arith.index_cast(index, lane), arith.index_cast(index, arith.divui(thread, constant(32)))]
-            vector.store(vector.broadcast(ir.VectorType.get((1,), i32), mine), target, where)
+    @property
+    def output(self) -> jax.ShapeDtypeStruct:
+        return jax.ShapeDtypeStruct((self.tiles, self.rows * 2 * self.count), jnp.uint32)
 
-    reduce(values, weighted, ref)
+    def add(self, scratch: Any, row: Any, pairs: Sequence[tuple[jax.Array, jax.Array]], tiles: Sequence[Tile], interpret: bool) -> None:
+        """Keeps the sums of one row: for each stream a tile of words and the same weighted."""
+        arrays = [array for pair in pairs for array in pair]
+        shapes = [tile for tile in tiles for _ in range(2)]
+        if interpret:
+            by_warp = lambda x, tile: jnp.sum(x.reshape(tile.runs, WARPS, -1), axis=(0, 2), dtype=jnp.uint32)
+            scratch[row] = jnp.stack([by_warp(array, tile) for array, tile in zip(arrays, shapes, strict=True)])
+            return
+
+        @plgpu.inline_mgpu(arg_types=(*(tile.layout for tile in shapes), plgpu.RefType()))
+        def reduce(_, *operands):
+            *parts, target = operands
+            index = ir.IndexType.get()
+            thread = mgpu.thread_idx()
+            lane = arith.remui(thread, _i32(32))
+            mine = None  # Lane k holds sum k: one store for all of them.
+            for number, part in enumerate(parts):
+                total = mgpu_utils.redux(_thread_sum(part), _i32(-1), mgpu_utils.ReductionKind.ADD)
+                is_mine = arith.cmpi(arith.CmpIPredicate.eq, lane, _i32(number))
+                mine = total if mine is None else arith.select(is_mine, total, mine)
+            with mgpu.when(arith.cmpi(arith.CmpIPredicate.ult, lane, _i32(len(parts)))):
+                where = [arith.index_cast(index, lane), arith.index_cast(index, arith.divui(thread, _i32(32)))]
+                memref.store(mine, target, where)
+
+        reduce(*arrays, scratch.at[row])
+
+    def finish(self, scratch: Any, output: Any, number: Any, interpret: bool) -> None:
+        """Adds up the warps and stores the block's sums as row `number` of the output."""
+        if interpret:
+            output[number] = jnp.sum(scratch[...], axis=-1, dtype=jnp.uint32).reshape(-1)
+            return
+        total = self.rows * 2 * self.count
+
+        @plgpu.inline_mgpu(arg_types=(plgpu.RefType(), plgpu.RefType()))
+        def combine(_, source, target):
+            index, i32 = ir.IndexType.get(), ir.IntegerType.get_signless(32)
+            mgpu.warpgroup_barrier()
+            flat = mgpu.memref_reshape(source, (total * WARPS,))
+            for start in range(0, total, THREADS):
+                item = arith.addi(mgpu.thread_idx(), _i32(start))
+                with mgpu.when(arith.cmpi(arith.CmpIPredicate.ult, item, _i32(total))):
+                    at = arith.index_cast(index, arith.muli(item, _i32(WARPS)))
+                    warps = vector.load(ir.VectorType.get((WARPS,), i32), flat, [at])
+                    memref.store(_elements_sum(warps), target, [arith.index_cast(index, item)])
+
+        combine(scratch, output.at[number])
+
+    def page_sums(self, partial: jax.Array, pages_per_row: Sequence[int]) -> tuple[jax.Array, ...]:
+        """Checksums of the pages of each stream: uint32[rows * pages_per_row, 2]. A stream's pages are equal parts of its row's tiles."""
+        results: list[jax.Array | None] = [None] * self.count
+        for pages in sorted(set(pages_per_row)):
+            mine = [k for k in range(self.count) if pages_per_row[k] == pages]
+            by_page = jnp.sum(partial.reshape(pages, self.tiles // pages, -1), axis=1, dtype=jnp.uint32)
+            streams = by_page.reshape(pages, self.rows, self.count, 2).transpose(2, 1, 0, 3).reshape(self.count, self.rows * pages, 2)
+            for k in mine:
+                results[k] = streams[k]
+        return tuple(results)  # type: ignore[arg-type]
 
 
-def tile_runs(tile: Tile) -> int:
-    """Vectors that each thread holds of a tile."""
-    return tile.elements // (THREADS * tile.vector)
+def _i32(value: int) -> Any:
+    return arith.constant(ir.IntegerType.get_signless(32), value)
 
 
-def sums_shape(rows: int, tiles: int) -> jax.ShapeDtypeStruct:
-    """What the blocks leave for `page_sums`: [row, sum, tile, warp]."""
-    return jax.ShapeDtypeStruct((rows, 2, tiles, WARPS), jnp.uint32)
+def _elements_sum(register: Any) -> Any:
+    """Sum of the elements of a vector of i32."""
+    [length] = ir.VectorType(register.type).shape
+    element = lambda i: vector.extract(register, dynamic_position=[], static_position=ir.DenseI64ArrayAttr.get([i]))
+    return functools.reduce(arith.addi, map(element, range(length)))
 
 
-def page_sums(partial: jax.Array, pages_per_row: int) -> jax.Array:
-    """Checksums of the pages, from the sums of the warps: -> uint32[pages, 2]. A small program of its own."""
-    rows = partial.shape[0]
-    by_page = jnp.sum(partial.reshape(rows, 2, pages_per_row, -1), axis=-1, dtype=jnp.uint32)
-    return by_page.transpose(0, 2, 1).reshape(rows * pages_per_row, 2)
+def _thread_sum(array: Any) -> Any:
+    """Sum of what a thread holds of an array of i32."""
+    return _elements_sum(functools.reduce(arith.addi, array.registers.flat))

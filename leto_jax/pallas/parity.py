@@ -13,7 +13,7 @@ two blocks share anything. Two forms:
 import dataclasses
 import functools
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -65,23 +65,21 @@ def encode(
     arithmetic.check_coefficients(coefficients, rows)
     config = config or (Config() if coefficients else Config(vectors=2))
     tile = choose_tile(length, page_words, config.vectors)
-    outputs: list[Any] = []
-    if coefficients:
-        outputs.append(jax.ShapeDtypeStruct((len(coefficients), length), jnp.uint32))
-    if page_words:
-        outputs.append(mosaic.sums_shape(rows, length // tile.elements))
-    if not outputs:
+    tiles = length // tile.elements
+    pages = Pages(page_words, mosaic.Sums(rows, 1, tiles)) if page_words else None
+    if not (coefficients or pages):
         raise ValueError("encode: expected parity rows or pages to compute, found neither")
+    parity_shape = [jax.ShapeDtypeStruct((len(coefficients), length), jnp.uint32)] if coefficients else []
     shifts = None if config.unroll_all else arithmetic.horner_shifts(coefficients)
     body: Any
     if shifts is None:
         sources = tuple((0, row) for row in range(rows))
-        body = functools.partial(_unrolled, tile, sources, coefficients, page_words, interpret)
+        body = functools.partial(_unrolled, tile, sources, coefficients, pages, config, interpret)
     else:
-        body = functools.partial(_loop, tile, shifts, page_words, config, interpret)
-    results = list(_launch(body, outputs, length // tile.elements, interpret)(data))
+        body = functools.partial(_loop, tile, shifts, pages, config, interpret)
+    results = list(_launch(body, parity_shape, pages, tiles, interpret)(data))
     parity = results.pop(0) if coefficients else jnp.zeros((0, length), jnp.uint32)
-    return parity, mosaic.page_sums(results.pop(), length // page_words) if page_words else None
+    return parity, pages.sums.page_sums(results.pop(), [length // pages.words])[0] if pages else None
 
 
 def page_checksums(data: jax.Array, page_words: int, *, config: Config | None = None, interpret: bool = False) -> jax.Array:
@@ -117,9 +115,9 @@ def decode(
     arithmetic.check_coefficients(coefficients, len(survivors))
     tile = choose_tile(length, None, (config or Config()).vectors)
     sources = tuple((0, row) if row < rows else (1, row - rows) for row in survivors)
-    body = functools.partial(_unrolled, tile, sources, coefficients, None, interpret)
+    body = functools.partial(_unrolled, tile, sources, coefficients, None, config or Config(), interpret)
     output = jax.ShapeDtypeStruct((len(coefficients), length), jnp.uint32)
-    return _launch(body, [output], length // tile.elements, interpret)(data, parity)[0]
+    return _launch(body, [output], None, length // tile.elements, interpret)(data, parity)[0]
 
 
 def choose_tile(row_words: int, page_words: int | None, vectors: int) -> Tile:
@@ -132,10 +130,18 @@ def choose_tile(row_words: int, page_words: int | None, vectors: int) -> Tile:
     raise ValueError(f"expected rows of whole pages, and pages a multiple of {SMALLEST_TILE} words, found {row_words} and {page_words} words")
 
 
-def _launch(body: Any, outputs: list[Any], blocks: int, interpret: bool) -> Any:
+class Pages(NamedTuple):
+    """That a kernel computes page checksums too."""
+
+    words: int
+    sums: mosaic.Sums
+
+
+def _launch(body: Any, outputs: list[Any], pages: Pages | None, blocks: int, interpret: bool) -> Any:
     return plgpu.kernel(
         body,
-        out_type=tuple(outputs),
+        out_type=(*outputs, *([pages.sums.output] if pages else [])),
+        scratch_types=[pages.sums.scratch] if pages else [],
         grid=(blocks,),
         grid_names=("tile",),
         compiler_params=mosaic.PARAMS,
@@ -150,11 +156,10 @@ def steps(rows: int, rows_per_step: int) -> tuple[int, int]:
     return together, rows // together
 
 
-def _loop(tile: Tile, shifts: tuple[int, ...], page_words: int | None, config: Config, interpret: bool, data, *outputs) -> None:
+def _loop(tile: Tile, shifts: tuple[int, ...], pages: Pages | None, config: Config, interpret: bool, data: Any, *refs: Any) -> None:
     number = jax.lax.axis_index("tile")
-    parity, sums = outputs[0] if shifts else None, outputs[-1] if page_words else None
-    weights = tile.weights(number, page_words) if page_words else None
     together, count = steps(data.shape[0], config.rows_per_step)
+    weights = tile.weights(number, pages.words) if pages else None
 
     def load(step):
         return [tile.load(data, step * together + k, number) for k in range(together)]
@@ -165,36 +170,43 @@ def _loop(tile: Tile, shifts: tuple[int, ...], page_words: int | None, config: C
         held = load(jax.lax.min(i + 1, count - 1)) if config.prefetch else ()
         for k, row in enumerate(rows):
             accumulators = [arithmetic.horner(a, row, shift) for a, shift in zip(accumulators, shifts, strict=True)]
-            if sums is not None:
-                mosaic.store_sums(sums.at[i * together + k, :, number], row, arithmetic.fold(row) * weights, tile, interpret)
+            if pages:
+                pages.sums.add(refs[-1], i * together + k, [(row, arithmetic.fold(row) * weights)], [tile], interpret)
         return accumulators, held
 
     first = load(0) if config.prefetch else ()
     accumulators, _ = jax.lax.fori_loop(0, count, step, ([tile.zeros() for _ in shifts], first))
     for row, accumulator in enumerate(accumulators):
-        tile.store(parity, row, number, accumulator)
+        tile.store(refs[0], row, number, accumulator)
+    if pages:
+        pages.sums.finish(refs[-1], refs[-2], number, interpret)
 
 
 def _unrolled(
     tile: Tile,
     sources: tuple[tuple[int, int], ...],
     coefficients: Coefficients,
-    page_words: int | None,
+    pages: Pages | None,
+    config: Config,
     interpret: bool,
-    *refs,
+    *refs: Any,
 ) -> None:
     number = jax.lax.axis_index("tile")
-    inputs = 1 + max(source for source, _ in sources)
-    result, sums = refs[-2 if page_words else -1], refs[-1] if page_words else None
-    weights = tile.weights(number, page_words) if page_words else None
+    inputs = refs[: 1 + max(source for source, _ in sources)]
+    result = refs[len(inputs)]
+    weights = tile.weights(number, pages.words) if pages else None
     by_bit: list[list[jax.Array | None]] = [[None] * max(row).bit_length() for row in coefficients]
-    for position, (source, row) in enumerate(sources):
-        value = tile.load(refs[:inputs][source], row, number)
-        for bits, factors in zip(by_bit, coefficients, strict=True):
-            for bit, held in enumerate(bits):
-                if factors[position] >> bit & 1:
-                    bits[bit] = value if held is None else held ^ value
-        if sums is not None:
-            mosaic.store_sums(sums.at[row, :, number], value, arithmetic.fold(value) * weights, tile, interpret)
+    for start in range(0, len(sources), config.rows_per_step):
+        group = range(start, min(start + config.rows_per_step, len(sources)))
+        values = [tile.load(inputs[sources[k][0]], sources[k][1], number) for k in group]
+        for position, value in zip(group, values, strict=True):
+            for bits, factors in zip(by_bit, coefficients, strict=True):
+                for bit, held in enumerate(bits):
+                    if factors[position] >> bit & 1:
+                        bits[bit] = value if held is None else held ^ value
+            if pages:
+                pages.sums.add(refs[-1], sources[position][1], [(value, arithmetic.fold(value) * weights)], [tile], interpret)
     for row, bits in enumerate(by_bit):
         tile.store(result, row, number, arithmetic.evaluate(bits))
+    if pages:
+        pages.sums.finish(refs[-1], refs[-2], number, interpret)

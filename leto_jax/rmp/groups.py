@@ -116,8 +116,8 @@ class Guard:
                 )
             data = self._group(piece, address, column)
             rebuilt = self._rebuild(piece, data, rows, parity[:, self._columns(piece, column)], checksums, column)
-            for row, page in zip(rows, rebuilt, strict=True):
-                self._device.store(Point.REPAIR_PAGE, address + row * piece.row_bytes + column * piece.page_bytes, page)
+            for row, content in zip(rows, rebuilt, strict=True):
+                self._device.store(Point.REPAIR_PAGE, address + row * piece.row_bytes + column * piece.page_bytes, content)
                 rewritten += 1
         return rewritten
 

@@ -75,12 +75,13 @@ class Log:
                 record = self._record(copy, kind, parity, index)
                 if record is not None:
                     found[copy][kind, index, parity] = record
-        merged = {kind: set() for kind in (Kind.COMMIT, Kind.INTENT, Kind.REVOKE, Kind.MARK)}
+        merged: dict[Kind, set[Record]] = {kind: set() for kind in (Kind.COMMIT, Kind.INTENT, Kind.REVOKE, Kind.MARK)}
         for copy in COPIES:
             for (kind, _, _), record in found[copy].items():
                 merged[kind].add(record)
         torn = tuple(copy for copy in COPIES if found[copy] != {**found[1 - copy], **found[copy]} or _older(found[copy], found[1 - copy]))
-        return Contents(*(frozenset(merged[kind]) for kind in (Kind.COMMIT, Kind.INTENT, Kind.REVOKE, Kind.MARK)), torn)
+        commits, intents, revokes, marks = (frozenset(records) for records in merged.values())
+        return Contents(commits, intents, revokes, marks, torn)
 
     def repair(self) -> None:
         """Makes the copies equal: in each place the newer valid record of the two. Done before anything is added to a log that a crash left.

@@ -158,10 +158,11 @@ class Retained:
         """Everything that the decision after a failure depends on."""
         contents, header, lost = self.log.read(), self.header(), self.metadata.lost()
         stored = (header.step, header.epoch) if header is not None and header.step else None
-        steps = () if contents.commit is None else (contents.commit, contents.commit + 1)
+        commit = contents.commit
+        steps = () if commit is None else (commit, commit + 1)
         hurt: list[int] = []
-        if any(intent.step == steps[-1] for intent in contents.intents if steps):
-            hurt = np.flatnonzero(self.gradient_sums() != self.decided_sums(steps[-1])).tolist()
+        if commit is not None and any(intent.step == commit + 1 for intent in contents.intents):
+            hurt = np.flatnonzero(self.gradient_sums() != self.decided_sums(commit + 1)).tolist()
         log_lost = all(touches(lost, "device", self.region(name), self.layout.by_name[name].nbytes) for name in ("log0", "log1"))
         return Picture(self.life(), contents, stored, {step: self.digest(step) for step in steps}, frozenset(hurt), log_lost)
 

@@ -234,7 +234,7 @@ class Transaction:
             count = min(budget, piece.pages - page)
             version = commit if piece.chunk is not None else guard.version(piece)
             block = guard.block(piece, version, staged=False) if version is not None else None
-            if block is not None:
+            if version is not None and block is not None:
                 address = self.layout.address(piece, commit)
                 if guard.verify(piece, address, block[1], page, count):
                     # A group reaches beyond the slice, and is repaired as a whole or not at all.

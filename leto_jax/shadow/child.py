@@ -6,7 +6,6 @@ itself.
 
 from __future__ import annotations
 
-import ctypes
 import os
 import runpy
 import select
@@ -22,7 +21,6 @@ from leto_jax.config import Process
 from leto_jax.manager import fence, protocol
 from leto_jax.shadow.member import AGENT_SOCKET
 
-_PR_SET_PDEATHSIG = 1
 RETURN_SECS = 10.0  # for the manager to end us when the agent is dead
 
 
@@ -30,18 +28,12 @@ def main() -> None:
     process = Process.from_environ()
     if process is None or len(sys.argv) < 2:
         raise errors.UsageError("leto_jax.shadow.child is started by `leto run`, found no job in the environment or no script")
-    os.register_at_fork(after_in_child=_die_with_parent)
     if process.role != "plan":
         Guardian(process).start()
     script = sys.argv[1]
     sys.argv = sys.argv[1:]
     sys.path[0] = str(Path(script).resolve().parent)
     runpy.run_path(script, run_name="__main__")
-
-
-def _die_with_parent() -> None:
-    """In a forked child (a data worker): it must not outlive the trainer, nor write what the trainer's successor owns."""
-    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
 
 
 class Guardian(threading.Thread):

@@ -297,7 +297,9 @@ def crash(act: Callable[[], object], at: int) -> Crossing | None:
     return fired
 
 
-def crash_at(act: Callable[[], object], point: Point, moment: Moment = Moment.AFTER, number: int = 0, step: Callable[[], bool] = lambda: True) -> None:
+def crash_at(
+    act: Callable[[], object], point: Point, moment: Moment = Moment.AFTER, number: int = 0, step: Callable[[], bool] = lambda: True
+) -> None:
     """Kills `act` at the `number`-th time that it comes to (point, moment) while `step()` is true. Asserts that it came there."""
     count, fired = 0, False
 
@@ -322,7 +324,9 @@ def picture_at(variant: Variant, step: int, point: Point, moment: Moment = Momen
     """What a trainer leaves that dies at a store of `step` (0: of the fill); `number` counts those stores within the step."""
     with World(variant.layout) as world:
         at = [0]
-        crash_at(lambda: life(variant, world, step or 1, lambda number: at.__setitem__(0, number)), point, moment, number, lambda: at[0] == step)
+        crash_at(
+            lambda: life(variant, world, step or 1, lambda number: at.__setitem__(0, number)), point, moment, number, lambda: at[0] == step
+        )
         return world.content()
 
 
@@ -350,7 +354,9 @@ def _truth(process: Incarnation, commit: int) -> Truth:
         ("extras", retained.extras(commit), layout.spec.extras),
         ("metrics", retained.metrics(commit), layout.spec.metrics),
     ]
-    leaves = {f"{name}{spec.path}": np.asarray(view).tobytes() for name, views, specs in groups for view, spec in zip(views, specs, strict=True)}
+    leaves = {
+        f"{name}{spec.path}": np.asarray(view).tobytes() for name, views, specs in groups for view, spec in zip(views, specs, strict=True)
+    }
     regions = {}
     for name in ("scalars", "extras", "metrics"):
         region = layout.by_name[f"{name}{commit % 2}"]
@@ -405,7 +411,9 @@ def check(variant: Variant, world: World, commit: int, padding: bool = True, met
             assert retained.guard.version(piece) == version, f"piece {piece.index}: version {retained.guard.version(piece)}, not {version}"
             offset, _ = retained.guard.host_range(piece)
             expected = _encoded(data, piece)
-            assert not parity or process.arenas.host.view(offset, len(expected)).tobytes() == expected, f"piece {piece.index}: parity is not that of its data"
+            assert not parity or process.arenas.host.view(offset, len(expected)).tobytes() == expected, (
+                f"piece {piece.index}: parity is not that of its data"
+            )
         assert not process.metadata.lost()
         assert not retained.log.read().torn
     finally:

@@ -331,10 +331,22 @@ def test_refusals_say_why():
     v = variant("adamw")
     for title, moment, text in [
         ("both logs", "rest", "rank 0: both log copies have lost pages; the"),
-        ("active extras", "compute", "commit 1 on all ranks, no intent for step 2; rank 0: extras of commit 1 are lost and kept nowhere else; the"),
+        (
+            "active extras",
+            "compute",
+            "commit 1 on all ranks, no intent for step 2; rank 0: extras of commit 1 are lost and kept nowhere else; the",
+        ),
         ("gradients of the last chunk", "marks", "rank 0: gradients of chunk 0 are lost, and a part of update 2 is already in place; the"),
-        ("gradient header", "marks", "rank 0: gradients are of None, the intent of (2, 1), and a part of update 2 is already in place; the"),
-        ("next scalars", "last", "rank 0: scalars of step 2 do not match the intent's digest, and a part of update 2 is already in place; the"),
+        (
+            "gradient header",
+            "marks",
+            "rank 0: gradients are of None, the intent of (2, 1), and a part of update 2 is already in place; the",
+        ),
+        (
+            "next scalars",
+            "last",
+            "rank 0: scalars of step 2 do not match the intent's digest, and a part of update 2 is already in place; the",
+        ),
     ]:
         with World(v.layout, left(v, moment)) as world:
             for arena, offset, nbytes in FAULTS[title](v, moment):
@@ -354,7 +366,9 @@ def test_a_few_pages_anywhere(name, act):
     print(f"seed {SEED}")
     for run in range(60):
         moment, pages = rng.choice(list(MOMENTS)), rng.randint(1, 3)
-        arena, size = rng.choice([("device", v.layout.device_bytes), ("device", v.layout.device_bytes), ("host", v.layout.by_name["ring"].offset)])
+        arena, size = rng.choice(
+            [("device", v.layout.device_bytes), ("device", v.layout.device_bytes), ("host", v.layout.by_name["ring"].offset)]
+        )
         offset = rng.randrange(0, size - pages * PAGE, PAGE if act is lose else 4)
         with World(v.layout, left(v, moment)) as world:
             act(world, arena, offset, pages * PAGE, run)
@@ -394,7 +408,11 @@ def test_a_damaged_record_is_survived_and_a_damaged_fact_is_never_misread():
         for arena, offset, record in everything:
             if record.kind is Kind.VERSION and record.index % 5:
                 continue
-            twins = [(a, o) for a, o, other in everything if dataclasses.replace(other, sequence=0) == dataclasses.replace(record, sequence=0) and a == arena]
+            twins = [
+                (a, o)
+                for a, o, other in everything
+                if dataclasses.replace(other, sequence=0) == dataclasses.replace(record, sequence=0) and a == arena
+            ]
             for places, outcomes in (([(arena, offset)], alone), (twins, together)):
                 if places is twins and twins[0][1] != offset:
                     continue
@@ -462,7 +480,9 @@ def test_pages_lost_before_the_fill_do_not_show():
 # Scrub: corruption in normal running ----------------------------------------------------------------------------------------------------
 
 
-def scrubbed(v: harness.Variant, fault: Callable[[World, Incarnation, int], None], steps: int = STEPS, at: int = 2) -> tuple[World, list[int], collections.Counter]:
+def scrubbed(
+    v: harness.Variant, fault: Callable[[World, Incarnation, int], None], steps: int = STEPS, at: int = 2
+) -> tuple[World, list[int], collections.Counter]:
     """Trains; before step `at` the fault strikes. The world, the steps whose compute ran (a step that ran twice stands twice), the stores."""
     computed: list[int] = []
 

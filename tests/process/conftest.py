@@ -8,11 +8,19 @@ from pathlib import Path
 import pytest
 from jobs import Jobs
 
+_FAILED = pytest.StashKey[bool]()
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_makereport(item: pytest.Item, call: pytest.CallInfo[None]):
+    report = yield
+    if report.when == "call":
+        item.stash[_FAILED] = report.failed
+    return report
+
 
 @pytest.fixture
-def jobs(leto_dirs: Path) -> Iterator[Jobs]:
+def jobs(leto_dirs: Path, request: pytest.FixtureRequest) -> Iterator[Jobs]:
     owner = Jobs(leto_dirs)
-    try:
-        yield owner
-    finally:
-        owner.close()
+    yield owner
+    owner.close(check=not request.node.stash.get(_FAILED, True))  # one that failed leaves things behind: its failure is the news

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import random
+import signal
 import time
 
 import pytest
 from jobs import Jobs, Run, alone, limit_file
+
+from leto_jax.config import Deadlines
 
 CHUNKS = 4  # of the tiny model
 NAMED = (
@@ -34,7 +37,7 @@ def start(jobs: Jobs, steps: int, *options: object) -> Run:
 
 def finish_and_compare(run: Run, steps: int) -> None:
     """Lets the job go to its end: it must be as if nothing had happened."""
-    run.allow(steps)
+    run.allow(steps + 1)
     assert run.finish() == 0, run.err
     assert run.result == alone("--steps", str(steps))
     assert [row["step"] for row in run.metrics()] == list(range(1, steps + 1))
@@ -92,7 +95,7 @@ def test_killed_at_ten_places_and_ten_times_at_random(jobs, seed):
         if number % 5 < 3:  # of five, three find a ready shadow, one is late, and one comes into a takeover
             run.wait_for_shadow()
         run.allow(run.status()["step"] + STEPS_PER_KILL)
-        time.sleep(chance.uniform(0, 0.4))
+        time.sleep(chance.uniform(0, 0.5))
         run.kill()
         failed(reason="SIGKILL")
         if number % 5 == 4:
@@ -105,3 +108,63 @@ def test_killed_at_ten_places_and_ten_times_at_random(jobs, seed):
     reasons = [item["reason"] for item in run.events("failure")]
     assert reasons == ["SIGKILL"] * failures
     assert failures >= 20
+
+
+KINDS = (
+    ("exception", "decide", "exit code 1"),
+    ("exit", "commit", "exit code 17"),
+    ("oom", "compute", "exit code 1"),
+    ("page_loss", "update", "SIGKILL"),
+    ("page_corruption", "decide", "SIGKILL"),
+    ("sigstop", "update", "the process was stopped (SIGSTOP) for more than 1 s"),
+    ("spin", "compute", "no commit within 3.0 s of its step's start (learnt from steps of "),
+)
+
+
+@pytest.mark.timeout(600)
+def test_every_kind_of_failure(jobs):
+    steps = 60
+    run = start(jobs, steps)
+    run.allow(6)
+    run.wait_for_step(6)  # now step times are known
+    for number, (kind, phase, reason) in enumerate(KINDS, 1):
+        step = run.inject_on_the_way(kind, phase)
+        found, taken = run.wait_for("failure", number), run.wait_for("takeover", number)
+        assert (found["kind"], found["phase"], found["step"]) == (kind, phase, step - 1)
+        assert found["reason"].startswith(reason)
+        assert taken["path"] == "shadow"
+        if kind.startswith("page_"):
+            damage = run.events("damage")[-1]
+            assert (damage["kind"], damage["nbytes"]) == (kind, 4096)
+            assert taken["repaired_pages"] == 1
+        limit = {"sigstop": Deadlines.stopped, "spin": Deadlines.hang_floor}.get(kind)
+        if limit is None:
+            assert taken["detect_secs"] < 1
+        else:  # a published time, and a turn of the agent's loop on a busy machine
+            assert limit <= taken["detect_secs"] < limit + 1
+            assert run.status()["hang_deadline_secs"] >= Deadlines.hang_floor
+    assert "leto_jax.shadow.inject.InjectedFault: injected at step" in run.err
+    assert "RESOURCE_EXHAUSTED" in run.err
+    # A stop from outside, while nothing is computed: the same published time.
+    run.wait_for_shadow()
+    run.kill(number=signal.SIGSTOP)
+    taken = run.wait_for("failure", len(KINDS) + 1)
+    assert (taken["kind"], taken["phase"]) == ("stopped", "body")
+    assert Deadlines.stopped <= taken["detect_secs"] < Deadlines.stopped + 1
+    finish_and_compare(run, steps)
+
+
+@pytest.mark.timeout(300)
+def test_a_shadow_that_dies_is_replaced(jobs):
+    run = start(jobs, 12)
+    run.wait_for_shadow()
+    shadow = run.kill("shadow")
+    refused = run.wait_for("refused")
+    assert refused["reason"] == "the shadow ended (SIGKILL)"
+    run.wait_for_shadow()
+    assert run.pid("shadow") != shadow
+    run.kill()
+    assert run.wait_for("takeover")["path"] == "shadow"
+    finish_and_compare(run, 12)
+    assert len(run.events("failure")) == 1
+    assert "the shadow ended (SIGKILL); the next one starts" in run.err

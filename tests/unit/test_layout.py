@@ -63,7 +63,9 @@ def job_specs(draw) -> JobSpec:
         params += [leaf(f"['p'][{i}]", shape, lanes[0][1]) for i, shape in zip(leaves, shapes, strict=True)]
         # A whole-leaf update may keep state of another shape than its parameter.
         forms = [tuple(shapes)] + [tuple(shapes) if elementwise else tuple(draw(SHAPES) for _ in shapes) for _ in lanes[1:]]
-        signatures.append(SignatureSpec(f"s{number}", f"f{number}", lanes, draw(st.one_of(st.none(), DTYPES)), elementwise, leaves, tuple(forms)))
+        signatures.append(
+            SignatureSpec(f"s{number}", f"f{number}", lanes, draw(st.one_of(st.none(), DTYPES)), elementwise, leaves, tuple(forms))
+        )
     frozen = draw(st.integers(0, 2))
     read_only = tuple(range(len(params), len(params) + frozen))
     params += [leaf(f"['p'][{i}]", draw(SHAPES), draw(DTYPES)) for i in read_only]
@@ -121,7 +123,9 @@ def test_a_slide_overwrites_only_what_is_committed(spec):
             for piece in plan.pieces_of_chunk[index]:
                 begin, end = plan.address(piece, step), plan.address(piece, step) + piece.nbytes
                 # Lanes lie apart, which the test before shows.
-                for other in (p for chunk in pending for p in plan.pieces_of_chunk[chunk] if (p.signature, p.lane) == (piece.signature, piece.lane)):
+                for other in (
+                    p for chunk in pending for p in plan.pieces_of_chunk[chunk] if (p.signature, p.lane) == (piece.signature, piece.lane)
+                ):
                     source = plan.address(other, step - 1)
                     assert end <= source or source + other.nbytes <= begin, (step, index, piece.index, other.index)
             pending.remove(index)
@@ -146,7 +150,10 @@ def test_chunks_cover_every_lane_once_and_rows_are_whole_pages(spec):
         assert piece.row_bytes % page == 0
         assert piece.pages == rows * piece.pages_per_row
         assert plan.address(piece, 0) % page == plan.address(piece, 1) % page == 0
-    for name, places in (("staging", [(p.staging, p.staging + p.guard_bytes) for p in plan.pieces]), ("parity", [(p.host, p.host + p.guard_bytes) for p in plan.pieces])):
+    for name, places in (
+        ("staging", [(p.staging, p.staging + p.guard_bytes) for p in plan.pieces]),
+        ("parity", [(p.host, p.host + p.guard_bytes) for p in plan.pieces]),
+    ):
         assert disjoint(places)
         assert max(end for _, end in places) <= plan.by_name[name].nbytes
         assert all(begin % 64 == 0 for begin, _ in places)
@@ -158,7 +165,11 @@ def test_every_leaf_lies_whole_and_aligned_in_every_lane(spec):
     """At a multiple of 64 bytes wherever a commit leaves it: else XLA would copy it silently."""
     plan = layouts.plan(spec)
     for signature in plan.signatures:
-        for lane, shapes in zip((*signature.lanes, *([signature.grad] if signature.grad else [])), (*signature.spec.lane_shapes, signature.spec.lane_shapes[0]), strict=False):
+        for lane, shapes in zip(
+            (*signature.lanes, *([signature.grad] if signature.grad else [])),
+            (*signature.spec.lane_shapes, signature.spec.lane_shapes[0]),
+            strict=False,
+        ):
             ends = [(offset, offset + math.prod(shape)) for offset, shape in zip(signature.leaf_offsets, shapes, strict=True)]
             assert disjoint(ends)
             assert all(end <= lane.elements for _, end in ends)
@@ -204,7 +215,9 @@ def spec(**changes) -> JobSpec:
     base = JobSpec(
         params=params,
         read_only=(2,),
-        signatures=(SignatureSpec("adam", "abc", (("param", "float32"), ("state:0", "float32")), "float32", True, (0, 1), (shapes, shapes)),),
+        signatures=(
+            SignatureSpec("adam", "abc", (("param", "float32"), ("state:0", "float32")), "float32", True, (0, 1), (shapes, shapes)),
+        ),
         constants=(),
         shared=(leaf("['count']", (), "int32"),),
         values=(leaf("[0]"),),
@@ -227,15 +240,26 @@ def test_the_fingerprint_is_the_same_in_another_process_and_needs_no_jax():
     """)
     for seed in ("0", "1"):
         out = subprocess.run(
-            [sys.executable, "-c", program], input=layouts.to_bytes(plan), capture_output=True, check=True, timeout=60, env={**os.environ, "PYTHONHASHSEED": seed}
+            [sys.executable, "-c", program],
+            input=layouts.to_bytes(plan),
+            capture_output=True,
+            check=True,
+            timeout=60,
+            env={**os.environ, "PYTHONHASHSEED": seed},
         )
         assert out.stdout.decode().split() == [plan.fingerprint, str(plan.device_bytes), str(plan.host_bytes)]
 
 
 ADVICE = "start the script with the model, optimizer and settings of the job, or give the new job another --job name"
 CHANGED = [
-    ({"params": (leaf("['w']", (40, 31)), *spec().params[1:])}, "params: the job holds ['w']: float32[40, 30], this process brings ['w']: float32[40, 31]"),
-    ({"params": (leaf("['w']", (40, 30), "bfloat16"), *spec().params[1:])}, "params: the job holds ['w']: float32[40, 30], this process brings ['w']: bfloat16[40, 30]"),
+    (
+        {"params": (leaf("['w']", (40, 31)), *spec().params[1:])},
+        "params: the job holds ['w']: float32[40, 30], this process brings ['w']: float32[40, 31]",
+    ),
+    (
+        {"params": (leaf("['w']", (40, 30), "bfloat16"), *spec().params[1:])},
+        "params: the job holds ['w']: float32[40, 30], this process brings ['w']: bfloat16[40, 30]",
+    ),
     ({"params": (*spec().params, leaf("['z']"))}, "params: only this process has ['z']: float32[]"),
     ({"params": spec().params[:2], "read_only": ()}, "params: only the job has ['table']: bfloat16[16, 8]"),
     ({"read_only": ()}, "params: ['table']: bfloat16[16, 8] is frozen in the job only"),
@@ -249,7 +273,7 @@ CHANGED = [
     ({"loose_grads": (leaf("['table']", (16, 8)),)}, "loose_grads: only this process has ['table']: float32[16, 8]"),
     (
         {"signatures": (dataclasses.replace(spec().signatures[0], fingerprint="xyz"),)},
-        "optimizer: the update of ['w'] differs: the job has adam (('param', 'float32'), ('state:0', 'float32')), this process adam",
+        "optimizer: the update of ['w'] differs: the job has adam abc (('param', 'float32'), ('state:0', 'float32')), this process adam xyz (('param',",
     ),
     (
         {"signatures": (dataclasses.replace(spec().signatures[0], leaves=(0,), lane_shapes=(((40, 30),), ((40, 30),))),)},
@@ -259,7 +283,10 @@ CHANGED = [
         {"signatures": (*spec().signatures, dataclasses.replace(spec().signatures[0], name="sgd", leaves=(2,)))},
         "optimizer: only this process has the update 'sgd' of ['table']",
     ),
-    ({"protection": Protection(4, 1, 0, 512, 2048)}, "settings: protection: the job was laid out with Protection(data_rows=4, local_parity=2"),
+    (
+        {"protection": Protection(4, 1, 0, 512, 2048)},
+        "settings: protection: the job was laid out with Protection(data_rows=4, local_parity=2",
+    ),
     ({"ring_iterator_bytes": 1 << 10}, "settings: ring_iterator_bytes: the job was laid out with 65536, this process with 1024"),
     ({"ring_batch_limit": 0}, "settings: ring_batch_limit: the job was laid out with 16777216, this process with 0"),
 ]
@@ -318,7 +345,18 @@ def test_the_table_adds_up():
 
 
 @pytest.mark.parametrize(
-    "data", [b"", b"{}", b"[]", b"7", b"null", b'"text"', b"\xff\xfe\x00", b'{"magic": "leto-layout"}', b'{"magic": "leto-layout", "version": 1, "spec": 3}']
+    "data",
+    [
+        b"",
+        b"{}",
+        b"[]",
+        b"7",
+        b"null",
+        b'"text"',
+        b"\xff\xfe\x00",
+        b'{"magic": "leto-layout"}',
+        b'{"magic": "leto-layout", "version": 1, "spec": 3}',
+    ],
 )
 def test_garbage_is_refused(data):
     with pytest.raises(RecordError, match="layout: expected"):
@@ -358,7 +396,7 @@ def test_a_document_with_a_wrong_value_is_refused_or_is_another_plan(draw):
     node = document
     for key in path:
         node = node[key]
-    old, new = node[last], draw.draw(st.sampled_from([None, -1, 3, "x", [], {}, [1], 1e9]))
+    old, new = node[last], draw.draw(st.sampled_from([None, -1, 3, 2.5, "x", [], {}, [1]]))
     node[last] = new
     try:
         other = layouts.from_bytes(json.dumps(document).encode())
@@ -380,7 +418,12 @@ def test_every_kind_of_leaf_comes_back_as_it_went_in():
     """Typed keys, bfloat16, fp8, int4, bool, 0-d and empty leaves: through a fill, two steps and back into what the user sees."""
 
     def init(key):
-        params = {"empty": jnp.zeros((0, 3)), "half": jnp.ones(5, jnp.bfloat16), "scalar": jnp.float32(2), "w": jax.random.normal(key, (4, 4))}
+        params = {
+            "empty": jnp.zeros((0, 3)),
+            "half": jnp.ones(5, jnp.bfloat16),
+            "scalar": jnp.float32(2),
+            "w": jax.random.normal(key, (4, 4)),
+        }
         extras = {
             "bool": jnp.array([True, False]),
             "complex": jnp.array([1 + 2j], jnp.complex64),
@@ -409,7 +452,7 @@ def test_every_kind_of_leaf_comes_back_as_it_went_in():
 
     def loss_fn(params, extras, batch, key):
         loss = sum(jnp.sum(jnp.square(x.astype(jnp.float32))) for x in jax.tree.leaves(params)) * batch["x"][0]
-        return loss, (turn(extras), {"int4": extras["int4"].sum(), "key": extras["key"]})
+        return loss, (turn(extras), {"int4": extras["int4"][0], "key": extras["key"]})
 
     batch = {"x": np.ones(1, np.float32)}
     with leto.session(init, leto.TrainStep(loss_fn, optax.sgd(0.1)), lambda step: batch, key=jax.random.key(0), steps=2) as s:

@@ -7,6 +7,7 @@ import itertools
 import os
 import subprocess
 import sys
+import threading
 import time
 from pathlib import Path
 
@@ -85,14 +86,20 @@ def dataset(args: argparse.Namespace):
     return grain.MapDataset.range(1, 1000).shuffle(seed=1).map(batch).to_iter_dataset()
 
 
+def fork_worker(own_session: bool) -> None:
+    if os.fork() == 0:
+        if own_session:
+            os.setsid()
+        time.sleep(600)
+        os._exit(0)
+
+
 def start_workers() -> None:
-    """What data pipelines start: processes that know nothing of leto and sleep on."""
-    for own_session in (False, True):
-        if os.fork() == 0:
-            if own_session:
-                os.setsid()
-            time.sleep(600)
-            os._exit(0)
+    """What data pipelines start: processes that know nothing of leto and sleep on. One is forked by a thread that ends."""
+    thread = threading.Thread(target=fork_worker, args=(False,))
+    thread.start()
+    thread.join()
+    fork_worker(True)
     forget = "import subprocess; subprocess.Popen(['sleep', '600'], start_new_session=True)"
     subprocess.run([sys.executable, "-S", "-c", forget], check=True, start_new_session=True)
 
