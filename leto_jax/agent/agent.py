@@ -190,7 +190,7 @@ class Agent:
         self._attached = self._attached and self._metadata.latest(RecordKind.LIFE) is not None
         if self._attached:
             self._say(f"attached to job {job!r}: retained state found")
-        self._incarnation = max(self._control[Word.INCARNATION], 0)
+        self._incarnation = max(self._control[Word.INCARNATION], int(before.get("incarnation", 0)), 0)
         self._control[Word.STEPS_DONE] = 0
         self._control[Word.PID] = 0
         self._control[Word.INJECT_TAKEN] = self._control[Word.INJECT_SEQUENCE]
@@ -271,6 +271,7 @@ class Agent:
         token = new_token(self.settings.job)
         # Registered before it exists: there is no moment at which the agent's death leaves it behind.
         self._register_children(token)
+        self._write_run_file("running", token)
         process = Process(self.settings.job, role, 0, self._directory / runtime.SOCKET_NAME, self._incarnation, self.settings.job_dir)
         stdin = None if self.settings.debug else subprocess.DEVNULL
         child = spawn(process, token, [self.settings.script, *self.settings.arguments], self._environ, stdin)
@@ -828,11 +829,12 @@ class Agent:
             "uptime_secs": time.monotonic() - self._started,
         }
 
-    def _write_run_file(self, state: str) -> None:
+    def _write_run_file(self, state: str, *tokens: str) -> None:
         path = self._directory / client.RUN_FILE
         temporary = path.with_suffix(".new")
-        tokens = [child.token for child in (self._trainer, self._shadow) if child is not None]
-        temporary.write_text(json.dumps({"job": self.settings.job, "state": state, "step": self._control[Word.COMMIT], "tokens": tokens}))
+        tokens = (*tokens, *(child.token for child in (self._trainer, self._shadow) if child is not None))
+        found = {"job": self.settings.job, "state": state, "step": self._control[Word.COMMIT], "incarnation": self._incarnation, "tokens": tokens}
+        temporary.write_text(json.dumps(found))
         temporary.replace(path)
 
 

@@ -44,7 +44,7 @@ def ask(job: str, message: dict[str, Any], timeout_secs: float = 5.0) -> dict[st
 
 
 def read_run_file(directory: Path) -> dict[str, Any]:
-    """What the last agent noted about its job: `job`, `state` (running, kept, ended), `step`, `tokens`; empty if there is nothing to read."""
+    """What the last agent noted about its job: `job`, `state` (running, kept, ended), `step`, `incarnation`, `tokens`; empty if there is nothing to read."""
     try:
         found = json.loads((directory / RUN_FILE).read_text())
     except (OSError, ValueError):

@@ -20,6 +20,7 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from leto_jax.pallas import mosaic, parity as parity_kernels, words as arithmetic
@@ -33,11 +34,15 @@ type Update = Callable[[tuple[jax.Array, ...], jax.Array | None, tuple[jax.Array
 
 @dataclasses.dataclass(frozen=True)
 class Config:
-    """How the kernel runs; never what it computes. vectors, rows_per_step, prefetch: as in `parity.Config`."""
+    """How the kernel runs; never what it computes.
+
+    access_bytes: of the widest array that a thread loads at once. vectors: such accesses of each row in each thread. stages: rows that are
+    on their way at a time, 0 to load each row when it is needed. together: the warps of a block begin each row together.
+    """
 
     vectors: int = 1
-    rows_per_step: int = 1
-    prefetch: bool = False
+    access_bytes: int = 16
+    stages: int = 0
     together: bool = False
 
 
@@ -90,7 +95,7 @@ def fused_update(
     for array in inputs:
         if array.shape != (length,):
             raise ValueError(f"fused update: expected flat arrays of {length} elements, found {array.shape}")
-    tile = choose_tile(row, [x.dtype for x in (*inputs, *new)], page_bytes, config.vectors)
+    tile = choose_tile(row, [x.dtype for x in (*inputs, *new)], page_bytes, config.vectors, config.access_bytes)
     shifts = arithmetic.horner_shifts(coefficients) or ()
     tiles = row // tile.elements
     outputs = [jax.ShapeDtypeStruct((data_rows, row), x.dtype) for x in new]
@@ -99,10 +104,11 @@ def fused_update(
     sums = mosaic.Sums(data_rows, len(new), tiles)
     if page_bytes:
         outputs.append(sums.output)
+    ring = mosaic.Ring(tile, [x.dtype for x in inputs], config.stages) if config.stages else None
     kernel = plgpu.kernel(
-        functools.partial(_body, function, tile, shifts, page_bytes, sums, config, interpret, [x.dtype == jnp.bool_ for x in scalars], grad is not None, len(lanes), len(new)),
+        functools.partial(_body, function, tile, shifts, page_bytes, sums, ring, config, interpret, [x.dtype == jnp.bool_ for x in scalars], grad is not None, len(lanes), len(new)),
         out_type=tuple(outputs),
-        scratch_types=[sums.scratch] if page_bytes else [],
+        scratch_types=[*(ring.scratch if ring else []), *([sums.scratch] if page_bytes else [])],
         grid=(tiles,),
         grid_names=("tile",),
         compiler_params=mosaic.PARAMS,
@@ -123,7 +129,7 @@ def fused_update(
         parity = tuple(jnp.zeros((0, row * x.dtype.itemsize // 4), jnp.uint32) for x in new)
     checksums: tuple[jax.Array, ...] = ()
     if page_bytes:
-        checksums = sums.page_sums(guards[-1], [row * x.dtype.itemsize // page_bytes for x in new])
+        checksums = sums.page_sums(guards[-1], [row * x.dtype.itemsize // page_bytes for x in new], interpret)
     return Updated(tuple(x.reshape(length) for x in matrices), parity, checksums)
 
 
@@ -142,12 +148,12 @@ def new_lanes(function: Update, scalars: Sequence[Any], grad: Any, lanes: Sequen
     return list(results)
 
 
-def choose_tile(row: int, dtypes: Sequence[Any], page_bytes: int | None, vectors: int) -> Tile:
+def choose_tile(row: int, dtypes: Sequence[Any], page_bytes: int | None, vectors: int, access_bytes: int = 16) -> Tile:
     """A tile for rows of `row` elements: 16 bytes a thread in the widest lane, `vectors` times, or less if rows or pages are too short."""
     sizes = {jnp.dtype(dtype).itemsize for dtype in dtypes}
     if not sizes <= {2, 4}:
         raise ValueError(f"fused update: expected dtypes of 2 or 4 bytes, found {', '.join(sorted({jnp.dtype(d).name for d in dtypes}))}")
-    vector = 16 // max(sizes)
+    vector = access_bytes // max(sizes)
     while vectors:
         tile = Tile(THREADS * vector * vectors, vector)
         whole = all(page_bytes % (tile.elements * s) == 0 and row * s % page_bytes == 0 for s in sizes) if page_bytes else True
@@ -166,20 +172,18 @@ def _words_of_rows(rows: jax.Array) -> jax.Array:
     return jax.lax.bitcast_convert_type(rows.reshape(len(rows), -1, 2), jnp.uint32)
 
 
-def _body(function, tile, shifts, page_bytes, sums, config, interpret, flags, has_grad, n_old, n_new, *refs) -> None:
+def _body(function, tile, shifts, page_bytes, sums, ring, config, interpret, flags, has_grad, n_old, n_new, *refs) -> None:
     number = jax.lax.axis_index("tile")
     n_inputs = n_old + has_grad
-    cuts = [len(flags), n_inputs, n_new, n_new if shifts else 0]
+    with_sums = int(page_bytes is not None)
+    cuts = [len(flags), n_inputs, n_new, n_new if shifts else 0, with_sums, n_inputs if ring else 0, with_sums]
     starts = [sum(cuts[:k]) for k in range(len(cuts) + 1)]
-    scalar_refs, input_refs, new_refs, parity_refs = (refs[a:b] for a, b in zip(starts, starts[1:], strict=False))
+    scalar_refs, input_refs, new_refs, parity_refs, sums_refs, slots, kept_refs = (refs[a:b] for a, b in zip(starts, starts[1:], strict=False))
     scalars = tuple(ref[0] != 0 if flag else ref[0] for ref, flag in zip(scalar_refs, flags, strict=True))
     sizes = [ref.dtype.itemsize for ref in new_refs]
     word_tiles = [tile.as_words(size) for size in sizes]
     weights = {size: tile.as_words(size).weights(number, page_bytes // 4) for size in set(sizes)} if page_bytes else {}
-    together, count = parity_kernels.steps(input_refs[0].shape[0], config.rows_per_step)
-
-    def load(step):
-        return [[tile.load(ref, step * together + k, number) for ref in input_refs] for k in range(together)]
+    rows = input_refs[0].shape[0]
 
     def update(row, arrays, accumulators):
         grad, lanes = (arrays[0], arrays[1:]) if has_grad else (None, arrays)
@@ -191,26 +195,32 @@ def _body(function, tile, shifts, page_bytes, sums, config, interpret, flags, ha
             if page_bytes:
                 pairs.append((words, arithmetic.fold(words) * weights[sizes[lane]]))
         if page_bytes:
-            sums.add(refs[-1], row, pairs, word_tiles, interpret)
+            sums.add(kept_refs[0], row, pairs, word_tiles, interpret)
         return accumulated
 
-    def step(i, carry):
-        accumulators, held = carry
+    def send_for(row):
+        pl.when(row < rows)(lambda: ring.start(input_refs, slots, row, number, interpret))
+        ring.commit(interpret)
+
+    def step(row, accumulators):
         if config.together:
             mosaic.keep_together(interpret)
-        rows = held if config.prefetch else load(i)
-        held = load(jax.lax.min(i + 1, count - 1)) if config.prefetch else ()
-        for k, arrays in enumerate(rows):
-            accumulators = update(i * together + k, arrays, accumulators)
-        return accumulators, held
+        if ring is None:
+            return update(row, [tile.load(ref, row, number) for ref in input_refs], accumulators)
+        send_for(row + ring.stages - 1)
+        ring.wait(interpret)
+        return update(row, ring.load(slots, row), accumulators)
 
+    if ring is not None:
+        for row in range(ring.stages - 1):
+            send_for(row)
     zeros = [[word_tile.zeros() for _ in shifts] for word_tile in word_tiles]
-    accumulators, _ = jax.lax.fori_loop(0, count, step, (zeros, load(0) if config.prefetch else ()))
-    for lane, rows in enumerate(accumulators):
-        for row, accumulator in enumerate(rows):
+    accumulators = jax.lax.fori_loop(0, rows, step, zeros)
+    for lane, parity in enumerate(accumulators):
+        for row, accumulator in enumerate(parity):
             word_tiles[lane].store(parity_refs[lane], row, number, accumulator)
     if page_bytes:
-        sums.finish(refs[-1], refs[-2], number, interpret)
+        sums.finish(kept_refs[0], sums_refs[0], number, interpret)
 
 
 def traffic_bytes(scalars: int, grad: Any, lanes: Sequence[Any], updated: Updated) -> int:

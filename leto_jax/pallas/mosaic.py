@@ -19,7 +19,7 @@ from jax.experimental.mosaic import gpu as mgpu
 from jax.experimental.mosaic.gpu import utils as mgpu_utils
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxlib.mlir import ir
-from jaxlib.mlir.dialects import arith, memref, vector
+from jaxlib.mlir.dialects import arith, llvm, memref, vector
 
 THREADS = 128
 WARPS = 4
@@ -99,24 +99,26 @@ def keep_together(interpret: bool) -> None:
 
 
 class Sums:
-    """Sums over pages of values and of weighted values, `count` streams at once.
+    """Sums over pages of values and of weighted values, for `count` streams of D rows at once.
 
     A sum over a block for each row would cost barriers. Instead each warp sums by itself (one instruction), leaves the results in shared
-    memory, and the block adds them up once, after its last row. What blocks leave, uint32[tiles, rows * count * 2], becomes checksums of
-    pages in `page_sums`, a small program of its own.
+    memory, and the block adds them up once, after its last row. What the blocks leave, uint32[count, rows, tiles, 2], becomes checksums of
+    pages in `page_sums`, a small kernel of its own.
     """
 
     def __init__(self, rows: int, count: int, tiles: int):
+        if 2 * count > 32:
+            raise ValueError(f"page checksums: expected at most 16 arrays in one pass, found {count}")
         self.rows, self.count, self.tiles = rows, count, tiles
 
     @property
     def scratch(self) -> Any:
-        """Shared memory of a block."""
-        return plgpu.SMEM((self.rows, 2 * self.count, WARPS), jnp.uint32)
+        """Shared memory of a block: [stream * 2 + sum, row, warp]."""
+        return plgpu.SMEM((self.count, self.rows, 2, WARPS), jnp.uint32)
 
     @property
     def output(self) -> jax.ShapeDtypeStruct:
-        return jax.ShapeDtypeStruct((self.tiles, self.rows * 2 * self.count), jnp.uint32)
+        return jax.ShapeDtypeStruct((self.count * self.rows, self.tiles, 2), jnp.uint32)
 
     def add(self, scratch: Any, row: Any, pairs: Sequence[tuple[jax.Array, jax.Array]], tiles: Sequence[Tile], interpret: bool) -> None:
         """Keeps the sums of one row: for each stream a tile of words and the same weighted."""
@@ -124,13 +126,13 @@ class Sums:
         shapes = [tile for tile in tiles for _ in range(2)]
         if interpret:
             by_warp = lambda x, tile: jnp.sum(x.reshape(tile.runs, WARPS, -1), axis=(0, 2), dtype=jnp.uint32)
-            scratch[row] = jnp.stack([by_warp(array, tile) for array, tile in zip(arrays, shapes, strict=True)])
+            sums = jnp.stack([by_warp(array, tile) for array, tile in zip(arrays, shapes, strict=True)])
+            scratch[:, row] = sums.reshape(self.count, 2, WARPS)
             return
 
         @plgpu.inline_mgpu(arg_types=(*(tile.layout for tile in shapes), plgpu.RefType()))
         def reduce(_, *operands):
             *parts, target = operands
-            index = ir.IndexType.get()
             thread = mgpu.thread_idx()
             lane = arith.remui(thread, _i32(32))
             mine = None  # Lane k holds sum k: one store for all of them.
@@ -139,42 +141,137 @@ class Sums:
                 is_mine = arith.cmpi(arith.CmpIPredicate.eq, lane, _i32(number))
                 mine = total if mine is None else arith.select(is_mine, total, mine)
             with mgpu.when(arith.cmpi(arith.CmpIPredicate.ult, lane, _i32(len(parts)))):
-                where = [arith.index_cast(index, lane), arith.index_cast(index, arith.divui(thread, _i32(32)))]
-                memref.store(mine, target, where)
+                where = (arith.divui(lane, _i32(2)), arith.remui(lane, _i32(2)), arith.divui(thread, _i32(32)))
+                memref.store(mine, target, list(map(_index, where)))
 
-        reduce(*arrays, scratch.at[row])
+        reduce(*arrays, scratch.at[:, row])
 
     def finish(self, scratch: Any, output: Any, number: Any, interpret: bool) -> None:
-        """Adds up the warps and stores the block's sums as row `number` of the output."""
+        """Adds up the warps and stores the sums of the block."""
         if interpret:
-            output[number] = jnp.sum(scratch[...], axis=-1, dtype=jnp.uint32).reshape(-1)
+            output[:, number] = jnp.sum(scratch[...], axis=-1, dtype=jnp.uint32).reshape(-1, 2)
             return
-        total = self.rows * 2 * self.count
+        total = self.count * self.rows
 
         @plgpu.inline_mgpu(arg_types=(plgpu.RefType(), plgpu.RefType()))
         def combine(_, source, target):
-            index, i32 = ir.IndexType.get(), ir.IntegerType.get_signless(32)
+            i32 = ir.IntegerType.get_signless(32)
             mgpu.warpgroup_barrier()
-            flat = mgpu.memref_reshape(source, (total * WARPS,))
+            flat = mgpu.memref_reshape(source, (total * 2 * WARPS,))
             for start in range(0, total, THREADS):
                 item = arith.addi(mgpu.thread_idx(), _i32(start))
                 with mgpu.when(arith.cmpi(arith.CmpIPredicate.ult, item, _i32(total))):
-                    at = arith.index_cast(index, arith.muli(item, _i32(WARPS)))
-                    warps = vector.load(ir.VectorType.get((WARPS,), i32), flat, [at])
-                    memref.store(_elements_sum(warps), target, [arith.index_cast(index, item)])
+                    load = lambda k: vector.load(
+                        ir.VectorType.get((WARPS,), i32), flat, [_index(arith.muli(arith.addi(arith.muli(item, _i32(2)), _i32(k)), _i32(WARPS)))]
+                    )
+                    pair = vector.from_elements(ir.VectorType.get((2,), i32), [_elements_sum(load(k)) for k in range(2)])
+                    vector.store(pair, target, [_index(item), _index(_i32(0))])
 
-        combine(scratch, output.at[number])
+        combine(scratch, output.at[:, number])
 
-    def page_sums(self, partial: jax.Array, pages_per_row: Sequence[int]) -> tuple[jax.Array, ...]:
+    def page_sums(self, partial: jax.Array, pages_per_row: Sequence[int], interpret: bool) -> tuple[jax.Array, ...]:
         """Checksums of the pages of each stream: uint32[rows * pages_per_row, 2]. A stream's pages are equal parts of its row's tiles."""
-        results: list[jax.Array | None] = [None] * self.count
+        results: list[Any] = [None] * self.count
+        by_stream = partial.reshape(self.count, self.rows, -1)
         for pages in sorted(set(pages_per_row)):
-            mine = [k for k in range(self.count) if pages_per_row[k] == pages]
-            by_page = jnp.sum(partial.reshape(pages, self.tiles // pages, -1), axis=1, dtype=jnp.uint32)
-            streams = by_page.reshape(pages, self.rows, self.count, 2).transpose(2, 1, 0, 3).reshape(self.count, self.rows * pages, 2)
-            for k in mine:
-                results[k] = streams[k]
-        return tuple(results)  # type: ignore[arg-type]
+            streams = [k for k in range(self.count) if pages_per_row[k] == pages]
+            for stream, sums in zip(streams, self._reduce(by_stream, streams, pages, interpret), strict=True):
+                results[stream] = sums
+        return tuple(results)
+
+    def _reduce(self, by_stream: jax.Array, streams: Sequence[int], pages: int, interpret: bool) -> Sequence[jax.Array]:
+        """One kernel, one block for each page of a stream; XLA would take several programs for it."""
+        words = 2 * self.tiles // pages
+        tile = Tile(words, 2)
+        if words % (2 * THREADS):  # Pages of a few tiles, in tests: not worth a kernel.
+            sums = jnp.sum(by_stream.reshape(self.count, self.rows * pages, -1, 2), axis=2, dtype=jnp.uint32)
+            return [sums[k] for k in streams]
+
+        def body(source, *targets):
+            row, page = jax.lax.axis_index("row"), jax.lax.axis_index("page")
+            first = plgpu.broadcasted_iota(jnp.uint32, (words,), 0, layout=tile.layout) % jnp.uint32(2) == 0
+            for stream, target in zip(streams, targets, strict=True):
+                values = plgpu.load(source.at[stream, row, pl.ds(page * words, words)], layout=tile.layout, optimized=False)
+                zero = jnp.zeros_like(values)
+                target[row * pages + page, 0] = jnp.sum(jnp.where(first, values, zero), dtype=jnp.uint32)
+                target[row * pages + page, 1] = jnp.sum(jnp.where(first, zero, values), dtype=jnp.uint32)
+
+        return plgpu.kernel(
+            body,
+            out_type=tuple(jax.ShapeDtypeStruct((self.rows * pages, 2), jnp.uint32) for _ in streams),
+            grid=(self.rows, pages),
+            grid_names=("row", "page"),
+            compiler_params=PARAMS,
+            interpret=interpreter(interpret),
+            kernel_name="leto_page_sums",
+        )(by_stream)
+
+
+class Ring:
+    """The next rows of some arrays on their way to a block, in shared memory.
+
+    Each thread copies the elements that it will use itself, so nothing has to be waited for but one's own copies. Without it a block that
+    is alone on its multiprocessor, as in the last wave of a grid, waits for memory once for every row.
+    """
+
+    def __init__(self, tile: Tile, dtypes: Sequence[Any], stages: int):
+        self.tile, self.dtypes, self.stages = tile, dtypes, stages
+
+    @property
+    def scratch(self) -> list[Any]:
+        return [plgpu.SMEM((self.stages, self.tile.elements), dtype) for dtype in self.dtypes]
+
+    def start(self, sources: Sequence[Any], slots: Sequence[Any], row: Any, number: Any, interpret: bool) -> None:
+        """Sets out for a row. To be followed by `commit`."""
+        tile, slot = self.tile, jax.lax.rem(row, self.stages)
+        for source, ring in zip(sources, slots, strict=True):
+            part = source.at[row, pl.ds(number * tile.elements, tile.elements)]
+            if interpret:
+                ring[slot] = part[...]
+                continue
+
+            @plgpu.inline_mgpu(arg_types=(plgpu.RefType(), plgpu.RefType()))
+            def copy(_, origin, target):
+                kind = ir.MemRefType(origin.type).element_type
+                nbytes = tile.vector * mgpu.bytewidth(kind)
+                for run in range(tile.runs):
+                    at = arith.addi(arith.muli(mgpu.thread_idx(), _i32(tile.vector)), _i32(run * THREADS * tile.vector))
+                    there, here = (mgpu_utils.getelementptr(mgpu_utils.memref_ptr(x), [at], kind) for x in (target, origin))
+                    how = "cg" if nbytes == 16 else "ca"
+                    llvm.inline_asm(
+                        ir.Type.parse("!llvm.void"),
+                        [llvm.ptrtoint(ir.IntegerType.get_signless(32), there), here],
+                        f"cp.async.{how}.shared.global [$0], [$1], {nbytes};",
+                        "r,l",
+                        has_side_effects=True,
+                    )
+
+            copy(part, ring.at[slot])
+
+    def commit(self, interpret: bool) -> None:
+        """Ends the row that was set out for, if any."""
+        _asm("cp.async.commit_group;", interpret)
+
+    def wait(self, interpret: bool) -> None:
+        """Until the oldest row is there."""
+        _asm(f"cp.async.wait_group {self.stages - 1};", interpret)
+
+    def load(self, slots: Sequence[Any], row: Any) -> list[jax.Array]:
+        slot = jax.lax.rem(row, self.stages)
+        return [plgpu.load(ring.at[slot], layout=self.tile.layout, optimized=False) for ring in slots]
+
+
+def _asm(text: str, interpret: bool) -> None:
+    if not interpret:
+        plgpu.inline_mgpu()(lambda _: _no_result(llvm.inline_asm(ir.Type.parse("!llvm.void"), [], text, "", has_side_effects=True)))()
+
+
+def _no_result(_: Any) -> None:
+    """Inlined code returns nothing."""
+
+
+def _index(value: Any) -> Any:
+    return arith.index_cast(ir.IndexType.get(), value)
 
 
 def _i32(value: int) -> Any:

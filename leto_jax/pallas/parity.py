@@ -79,7 +79,7 @@ def encode(
         body = functools.partial(_loop, tile, shifts, pages, config, interpret)
     results = list(_launch(body, parity_shape, pages, tiles, interpret)(data))
     parity = results.pop(0) if coefficients else jnp.zeros((0, length), jnp.uint32)
-    return parity, pages.sums.page_sums(results.pop(), [length // pages.words])[0] if pages else None
+    return parity, pages.sums.page_sums(results.pop(), [length // pages.words], interpret)[0] if pages else None
 
 
 def page_checksums(data: jax.Array, page_words: int, *, config: Config | None = None, interpret: bool = False) -> jax.Array:

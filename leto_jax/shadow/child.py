@@ -22,18 +22,25 @@ from leto_jax.manager import fence, protocol
 from leto_jax.shadow.member import AGENT_SOCKET
 
 RETURN_SECS = 10.0  # for the manager to end us when the agent is dead
+FENCE_SECS = 5.0
+END_SECS = RETURN_SECS + FENCE_SECS + 5.0
 
 
 def main() -> None:
     process = Process.from_environ()
     if process is None or len(sys.argv) < 2:
         raise errors.UsageError("leto_jax.shadow.child is started by `leto run`, found no job in the environment or no script")
-    if process.role != "plan":
-        Guardian(process).start()
+    guardian = Guardian(process) if process.role != "plan" else None
+    if guardian is not None:
+        guardian.start()
     script = sys.argv[1]
     sys.argv = sys.argv[1:]
     sys.path[0] = str(Path(script).resolve().parent)
-    runpy.run_path(script, run_name="__main__")
+    try:
+        runpy.run_path(script, run_name="__main__")
+    finally:
+        if guardian is not None and guardian.is_alone():  # nobody will look for what this process has started: it does
+            guardian.join(END_SECS)
 
 
 class Guardian(threading.Thread):
@@ -48,20 +55,29 @@ class Guardian(threading.Thread):
         self._manager_path = process.socket
         self._agent_path = process.socket.parent / AGENT_SOCKET
         self._token = os.environ.get(fence.TOKEN_VARIABLE)
+        self._agent = _connect(self._agent_path)
+
+    def is_alone(self) -> bool:
+        """Whether the agent is dead: then `run` ends this process soon."""
+        agent = self._agent
+        return agent is None or _is_closed(agent)
 
     def run(self) -> None:
-        agent, manager = _connect(self._agent_path), _connect(self._manager_path)
-        while agent is not None:
+        agent, manager = self._agent, _connect(self._manager_path)
+        while agent is not None:  # ends with a break when it is dead
             if manager is None:
                 manager = _connect(self._manager_path)
             closed = _closed([agent] if manager is None else [agent, manager], 0.2 if manager is None else 5.0)
-            manager = None if manager in closed else manager
-            agent = None if agent in closed else agent
+            if manager is not None and manager in closed:
+                manager.close()
+                manager = None
+            if agent in closed:
+                break
         if manager is not None:
             _closed([manager], RETURN_SECS)
         print("leto: agent and state manager are gone; this process ends", file=sys.stderr, flush=True)
         if self._token:
-            fence.fence(self._token, [], deadline_secs=5.0)
+            fence.fence(self._token, [], FENCE_SECS)
         os.kill(os.getpid(), signal.SIGKILL)
 
 
@@ -82,14 +98,12 @@ def _closed(sockets: list[socket.socket], secs: float) -> list[socket.socket]:
         ready = {fd for fd, _ in poller.poll(max(until - time.monotonic(), 0.0) * 1000)}
         closed = [sock for sock in sockets if sock.fileno() in ready and _is_closed(sock)]
         if closed or time.monotonic() >= until:
-            for sock in closed:
-                sock.close()
             return closed
 
 
 def _is_closed(sock: socket.socket) -> bool:
     try:
-        return not sock.recv(4096)
+        return not sock.recv(1, socket.MSG_PEEK)
     except BlockingIOError:
         return False
     except OSError:

@@ -100,6 +100,8 @@ class Member:
                 message, fds = protocol.receive(self._agent, deadline=time.monotonic() + 3600)
             except errors.DeadlineError:
                 continue
+            except errors.ProtocolError as exception:  # the agent is dead, and the guardian ends us
+                raise SystemExit(1) from exception
             protocol.close_fds(fds)
             if message.get("op") == "promote":
                 self._ask(lambda: self.manager.become("trainer", self.process.rank, self.process.incarnation))

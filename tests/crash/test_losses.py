@@ -20,7 +20,7 @@ import harness
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from harness import PAGE, STEPS, Incarnation, World, check, crossings, damage, life, lose, picture_at, promote, take_over, variant
+from harness import PAGE, STEPS, Incarnation, World, check, crash, crossings, damage, life, lose, picture_at, promote, take_over, variant
 
 from leto_jax import records
 from leto_jax.arena.metadata import LOST_SLOTS, LostRange
@@ -378,6 +378,52 @@ def test_a_few_pages_anywhere(name, act):
                 raise AssertionError(f"{name}, run {run}: {moment}, {pages} pages at {arena} {offset}") from exception
     print(found)
     assert found["="] > 30
+
+
+def storms(name: str, runs: int, seed: int) -> collections.Counter:
+    """A crash anywhere, pages lost anywhere, crashes in the takeovers, more pages lost. Counts outcomes: refused, or right at the end."""
+    v, met = variant(name), collections.Counter()
+    with World(v.layout) as world:
+        total = len(crossings(lambda: life(v, world)))
+    for run in range(runs):
+        rng, schedule = random.Random(seed + run), []
+        with World(v.layout) as world:
+            try:
+                schedule.append(crash(lambda world=world: life(v, world), int(total * rng.random())))
+                for _ in range(rng.randint(1, 3)):
+                    arena, size = rng.choice([("device", v.layout.device_bytes), ("host", v.layout.host_bytes)])
+                    offset, pages = rng.randrange(0, size - 2 * PAGE, PAGE), rng.randint(1, 2)
+                    schedule.append((arena, offset, pages))
+                    lose(world, arena, offset, pages * PAGE, run)
+                    if rng.random() < 0.6:
+                        schedule.append(crash(lambda world=world: take_over(v, world), int(150 * rng.random() ** 2)))
+                commit = take_over(v, world).commit
+                if commit is not None:
+                    check(v, world, commit, padding=False, metrics=False)
+                life(v, world)
+                check(v, world, STEPS, padding=False, metrics=commit != STEPS)
+                met["right"] += 1
+            except (TooManyErasuresError, UnrecoverableError) as error:
+                met[type(error).__name__] += 1
+            except Exception as exception:
+                raise AssertionError(f"{name}, seed {seed + run}: {schedule}") from exception
+    print(name, dict(met))
+    return met
+
+
+@pytest.mark.parametrize("name", ["adamw", "bf16"])
+def test_storms_end_right_or_refused(name):
+    print(f"seed {SEED}")
+    assert storms(name, 40, SEED)["right"] > 25
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(3600)
+@pytest.mark.parametrize("name", harness.VARIANTS)
+def test_many_storms_end_right_or_refused(name):
+    seed = random.SystemRandom().randrange(2**31)
+    print(f"seed {seed}")
+    assert storms(name, 600, seed)["right"] > 300
 
 
 def records_of(v: harness.Variant, world: World) -> list[tuple[str, int, Record]]:

@@ -127,11 +127,11 @@ def at(step: int, point: Point, moment: Moment = Moment.AFTER, number: int = 0) 
 
 
 def pages_of_a_group(number: int) -> Callable[[harness.Variant, World], None]:
-    """Loses the first `number` rows of a parameter piece that lies where commit 1 leaves it."""
+    """Loses the first `number` rows, or as many as parity rebuilds, of a parameter piece that lies where commit 1 leaves it."""
 
     def fault(v: harness.Variant, world: World) -> None:
         piece = v.layout.pieces_of_chunk[-1][0]
-        for row in range(number):
+        for row in range(min(number, piece.parity_rows)):
             lose(world, "device", v.layout.address(piece, 1) + row * piece.row_bytes, harness.PAGE, row)
 
     return fault

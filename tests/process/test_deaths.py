@@ -83,7 +83,7 @@ def test_kill_9_of_the_agent(jobs):
     more = again(jobs, run, "--workers")
     spawned = more.wait_for("spawn", len(run.events("spawn")) + 1)
     assert spawned["path"] == "attach"
-    attached = more.wait_for("attached", len(run.events("attached")) + 1, incarnation=spawned["incarnation"])
+    attached = more.wait_for("attached", incarnation=spawned["incarnation"])
     assert (attached["commit"], attached["action"]) == (5, "redo")
     assert f"attached to job {run.job!r}: retained state found" in more.err
     check_end([run, more])

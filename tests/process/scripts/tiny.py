@@ -20,13 +20,14 @@ from jax.extend.backend import clear_backends
 import leto_jax as leto
 
 CLASSES, INPUTS, BATCH = 10, 64, 8
-RATE = 1e-2
 
 
 def options() -> argparse.Namespace:
     parser = argparse.ArgumentParser()
     parser.add_argument("--steps", type=int, default=6)
     parser.add_argument("--width", type=int, default=256)
+    parser.add_argument("--optimizer", choices=("adamw", "sgd"), default="adamw")
+    parser.add_argument("--rate", type=float, default=1e-2)
     parser.add_argument("--data", choices=("function", "grain"), default="function")
     parser.add_argument("--non-finite", default="stop")
     parser.add_argument("--pause-secs", type=float, default=0.0, help="after each step that is not replayed")
@@ -61,10 +62,12 @@ def model(width: int, frozen_gib: int):
     return init, loss_fn
 
 
-def optimizer(frozen: bool):
-    decayed = optax.adamw(optax.linear_schedule(0.0, RATE, 8), mask=lambda params: jax.tree.map(lambda leaf: leaf.ndim > 1, params))
+def optimizer(args: argparse.Namespace):
+    if args.optimizer == "sgd":
+        return optax.sgd(args.rate)
+    decayed = optax.adamw(optax.linear_schedule(0.0, args.rate, 8), mask=lambda params: jax.tree.map(lambda leaf: leaf.ndim > 1, params))
     tx = optax.chain(optax.clip_by_global_norm(1.0), decayed)
-    if not frozen:
+    if not args.frozen_gib:
         return tx
     labels = lambda params: {name: "frozen" if name == "frozen" else "trained" for name in params}
     return optax.multi_transform({"trained": tx, "frozen": optax.set_to_zero()}, labels)
@@ -121,7 +124,7 @@ def main() -> None:
     if args.workers:
         start_workers()
     init, loss_fn = model(args.width, args.frozen_gib)
-    step = leto.TrainStep(loss_fn, optimizer(args.frozen_gib > 0), non_finite=args.non_finite)
+    step = leto.TrainStep(loss_fn, optimizer(args), non_finite=args.non_finite)
     protection = leto.Protection(chunk_bytes=1 << 17)
     with leto.session(init, step, dataset(args), key=jax.random.key(0), steps=args.steps, protection=protection) as s:
         state = s.state
