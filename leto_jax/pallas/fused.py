@@ -14,16 +14,17 @@ the kernel are placed there (copy-on-write: the old lanes stay as they are).
 
 import dataclasses
 import functools
-import math
+import itertools
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from leto_jax.pallas import mosaic, parity as parity_kernels, words as arithmetic
+from leto_jax.pallas import mosaic
+from leto_jax.pallas import parity as parity_kernels
+from leto_jax.pallas import words as arithmetic
 from leto_jax.pallas.elementwise import kernel_form
 from leto_jax.pallas.mosaic import THREADS, Tile
 from leto_jax.pallas.words import Coefficients
@@ -34,16 +35,12 @@ type Update = Callable[[tuple[jax.Array, ...], jax.Array | None, tuple[jax.Array
 
 @dataclasses.dataclass(frozen=True)
 class Config:
-    """How the kernel runs; never what it computes.
+    """How the kernel runs; never what it computes. vectors: of each row in each thread, 16 bytes in the lane with the largest items.
 
-    access_bytes: of the widest array that a thread loads at once. vectors: such accesses of each row in each thread. stages: rows that are
-    on their way at a time, 0 to load each row when it is needed. together: the warps of a block begin each row together.
+    Two vectors are 1 % faster where all lanes have 1 GiB and 2 % slower where they have 256 MiB (H200).
     """
 
     vectors: int = 1
-    access_bytes: int = 16
-    stages: int = 0
-    together: bool = False
 
 
 class Updated(NamedTuple):
@@ -86,77 +83,134 @@ def fused_update(
     *Crash*: as any program: outputs may be written in part, in any order; inputs are only read.
     *Cost*: grad and lanes read once, new lanes and H / D of them written; one small program more per chunk for the checksums.
     """
-    config = config or Config()
-    length = lanes[0].shape[0]
-    row = length // data_rows
     arithmetic.check_coefficients(coefficients, data_rows)
-    inputs = [*(() if grad is None else (grad,)), *lanes]
-    new = new_lanes(function, scalars, grad, lanes)
-    for array in inputs:
-        if array.shape != (length,):
-            raise ValueError(f"fused update: expected flat arrays of {length} elements, found {array.shape}")
-    tile = choose_tile(row, [x.dtype for x in (*inputs, *new)], page_bytes, config.vectors, config.access_bytes)
-    shifts = arithmetic.horner_shifts(coefficients) or ()
-    tiles = row // tile.elements
-    outputs = [jax.ShapeDtypeStruct((data_rows, row), x.dtype) for x in new]
-    if shifts:
-        outputs += [jax.ShapeDtypeStruct((len(shifts), row * x.dtype.itemsize // 4), jnp.uint32) for x in new]
-    sums = mosaic.Sums(data_rows, len(new), tiles)
-    if page_bytes:
-        outputs.append(sums.output)
-    ring = mosaic.Ring(tile, [x.dtype for x in inputs], config.stages) if config.stages else None
+    plan = _plan(function, scalars, grad, lanes, data_rows, coefficients, page_bytes, config or Config(), interpret)
+    inputs = [x for x in (grad, *lanes) if x is not None]
     kernel = plgpu.kernel(
-        functools.partial(_body, function, tile, shifts, page_bytes, sums, ring, config, interpret, [x.dtype == jnp.bool_ for x in scalars], grad is not None, len(lanes), len(new)),
-        out_type=tuple(outputs),
-        scratch_types=[*(ring.scratch if ring else []), *([sums.scratch] if page_bytes else [])],
-        grid=(tiles,),
+        functools.partial(_body, plan),
+        out_type=tuple(plan.outputs()),
+        scratch_types=[plan.sums.scratch] if plan.sums else [],
+        grid=(plan.row // plan.tile.elements,),
         grid_names=("tile",),
         compiler_params=mosaic.PARAMS,
         interpret=mosaic.interpreter(interpret),
         kernel_name="leto_fused_update",
     )
-    # Booleans have no place in memory that a kernel could read.
+    # Memory that a kernel can read has no booleans.
     carried = [jnp.reshape(x.astype(jnp.int32) if x.dtype == jnp.bool_ else x, (1,)) for x in scalars]
-    results = list(kernel(*carried, *(x.reshape(data_rows, row) for x in inputs)))
-    matrices = results[: len(new)]
-    guards = results[len(new) :]
-    if shifts:
-        parity = tuple(guards[: len(new)])
-    elif coefficients:
-        as_words = [_words_of_rows(x) for x in matrices]
-        parity = tuple(parity_kernels.encode(x, coefficients, interpret=interpret)[0] for x in as_words)
+    results = iter(kernel(*carried, *(x.reshape(data_rows, plan.row) for x in inputs)))
+    rows = [next(results) for _ in plan.new]
+    if plan.shifts or not coefficients:
+        parity = tuple(next(results) if plan.shifts else jnp.zeros((0, words), jnp.uint32) for words in plan.row_words)
     else:
-        parity = tuple(jnp.zeros((0, row * x.dtype.itemsize // 4), jnp.uint32) for x in new)
-    checksums: tuple[jax.Array, ...] = ()
-    if page_bytes:
-        checksums = sums.page_sums(guards[-1], [row * x.dtype.itemsize // page_bytes for x in new], interpret)
-    return Updated(tuple(x.reshape(length) for x in matrices), parity, checksums)
+        parity = tuple(parity_kernels.encode(_as_words(x), coefficients, interpret=interpret)[0] for x in rows)
+    pages = [4 * words // page_bytes for words in plan.row_words] if page_bytes else []
+    checksums = plan.sums.page_sums(next(results), pages, interpret) if plan.sums else ()
+    return Updated(tuple(x.reshape(-1) for x in rows), parity, checksums)
 
 
-def new_lanes(function: Update, scalars: Sequence[Any], grad: Any, lanes: Sequence[Any]) -> list[jax.ShapeDtypeStruct]:
-    """Shapes and dtypes of the results of `function`. Raises ValueError for one that does not have the shape of the lanes."""
-    struct = lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype)
-    results = jax.eval_shape(
-        lambda *a: tuple(function(*a)),
-        tuple(map(struct, scalars)),
-        None if grad is None else struct(grad),
-        tuple(map(struct, lanes)),
+def check(
+    function: Update,
+    scalars: Sequence[Any],
+    grad: Any,
+    lanes: Sequence[Any],
+    *,
+    data_rows: int,
+    coefficients: Coefficients,
+    page_bytes: int | None,
+) -> None:
+    """Raises ValueError if `fused_update` cannot take these shapes and dtypes (arrays or `jax.ShapeDtypeStruct`), with the reason."""
+    arithmetic.check_coefficients(coefficients, data_rows)
+    _plan(function, scalars, grad, lanes, data_rows, coefficients, page_bytes, Config(), False)
+
+
+@dataclasses.dataclass(frozen=True)
+class _Plan:
+    """What is known of one update before it runs.
+
+    new: shapes and dtypes of the new lanes. row: elements of a row. shifts: as `words.horner_shifts`; () also for parity that takes another
+    pass. flags: which scalars are booleans. sums: None without checksums.
+    """
+
+    function: Update
+    new: tuple[jax.ShapeDtypeStruct, ...]
+    data_rows: int
+    row: int
+    tile: Tile
+    shifts: tuple[int, ...]
+    page_bytes: int | None
+    sums: mosaic.Sums | None
+    flags: tuple[bool, ...]
+    has_grad: bool
+    interpret: bool
+
+    @property
+    def row_words(self) -> tuple[int, ...]:
+        return tuple(self.row * x.dtype.itemsize // 4 for x in self.new)
+
+    def outputs(self) -> list[jax.ShapeDtypeStruct]:
+        lanes = [jax.ShapeDtypeStruct((self.data_rows, self.row), x.dtype) for x in self.new]
+        parity = [jax.ShapeDtypeStruct((len(self.shifts), words), jnp.uint32) for words in self.row_words] if self.shifts else []
+        return [*lanes, *parity, *([self.sums.output] if self.sums else [])]
+
+
+def _plan(
+    function: Update,
+    scalars: Sequence[Any],
+    grad: Any,
+    lanes: Sequence[Any],
+    data_rows: int,
+    coefficients: Coefficients,
+    page_bytes: int | None,
+    config: Config,
+    interpret: bool,
+) -> _Plan:
+    length = lanes[0].shape[0]
+    inputs = [x for x in (grad, *lanes) if x is not None]
+    for array in inputs:
+        if array.shape != (length,) or length % data_rows:
+            raise ValueError(
+                f"fused update: expected flat arrays of one length, a multiple of {data_rows}, found {array.shape} and {length}"
+            )
+    for scalar in scalars:
+        if scalar.shape != () or scalar.dtype.itemsize > 4:
+            raise ValueError(f"fused update: expected scalars of at most 4 bytes, found {scalar.dtype}{list(scalar.shape)}")
+    new = _new_lanes(function, scalars, grad, lanes)
+    row = length // data_rows
+    tile = _choose_tile(row, [x.dtype for x in (*inputs, *new)], page_bytes, config.vectors)
+    return _Plan(
+        function=function,
+        new=new,
+        data_rows=data_rows,
+        row=row,
+        tile=tile,
+        shifts=arithmetic.horner_shifts(coefficients) or (),
+        page_bytes=page_bytes,
+        sums=mosaic.Sums(data_rows, len(new), row // tile.elements) if page_bytes else None,
+        flags=tuple(x.dtype == jnp.bool_ for x in scalars),
+        has_grad=grad is not None,
+        interpret=interpret,
     )
+
+
+def _new_lanes(function: Update, scalars: Sequence[Any], grad: Any, lanes: Sequence[Any]) -> tuple[jax.ShapeDtypeStruct, ...]:
+    struct = lambda x: None if x is None else jax.ShapeDtypeStruct(x.shape, x.dtype)
+    results = jax.eval_shape(lambda *a: tuple(function(*a)), tuple(map(struct, scalars)), struct(grad), tuple(map(struct, lanes)))
     for result in results:
         if result.shape != lanes[0].shape:
-            raise ValueError(f"fused update: expected new lanes of shape {lanes[0].shape}, found {result.shape}; the update must be elementwise")
-    return list(results)
+            raise ValueError(f"fused update: expected an elementwise update of lanes {lanes[0].shape}, found a result {result.shape}")
+    return results
 
 
-def choose_tile(row: int, dtypes: Sequence[Any], page_bytes: int | None, vectors: int, access_bytes: int = 16) -> Tile:
+def _choose_tile(row: int, dtypes: Sequence[Any], page_bytes: int | None, vectors: int) -> Tile:
     """A tile for rows of `row` elements: 16 bytes a thread in the widest lane, `vectors` times, or less if rows or pages are too short."""
     sizes = {jnp.dtype(dtype).itemsize for dtype in dtypes}
     if not sizes <= {2, 4}:
         raise ValueError(f"fused update: expected dtypes of 2 or 4 bytes, found {', '.join(sorted({jnp.dtype(d).name for d in dtypes}))}")
-    vector = access_bytes // max(sizes)
+    vector = 16 // max(sizes)
     while vectors:
         tile = Tile(THREADS * vector * vectors, vector)
-        whole = all(page_bytes % (tile.elements * s) == 0 and row * s % page_bytes == 0 for s in sizes) if page_bytes else True
+        whole = not page_bytes or all(page_bytes % (tile.elements * size) == 0 and row * size % page_bytes == 0 for size in sizes)
         if row % tile.elements == 0 and whole:
             return tile
         vectors //= 2
@@ -166,65 +220,40 @@ def choose_tile(row: int, dtypes: Sequence[Any], page_bytes: int | None, vectors
     )
 
 
-def _words_of_rows(rows: jax.Array) -> jax.Array:
-    if rows.dtype.itemsize == 4:
-        return jax.lax.bitcast_convert_type(rows, jnp.uint32)
-    return jax.lax.bitcast_convert_type(rows.reshape(len(rows), -1, 2), jnp.uint32)
+def _as_words(rows: jax.Array) -> jax.Array:
+    """The bytes of rows as words. XLA may copy 2-byte rows for it."""
+    return jax.lax.bitcast_convert_type(rows if rows.dtype.itemsize == 4 else rows.reshape(len(rows), -1, 2), jnp.uint32)
 
 
-def _body(function, tile, shifts, page_bytes, sums, ring, config, interpret, flags, has_grad, n_old, n_new, *refs) -> None:
-    number = jax.lax.axis_index("tile")
-    n_inputs = n_old + has_grad
-    with_sums = int(page_bytes is not None)
-    cuts = [len(flags), n_inputs, n_new, n_new if shifts else 0, with_sums, n_inputs if ring else 0, with_sums]
-    starts = [sum(cuts[:k]) for k in range(len(cuts) + 1)]
-    scalar_refs, input_refs, new_refs, parity_refs, sums_refs, slots, kept_refs = (refs[a:b] for a, b in zip(starts, starts[1:], strict=False))
-    scalars = tuple(ref[0] != 0 if flag else ref[0] for ref, flag in zip(scalar_refs, flags, strict=True))
-    sizes = [ref.dtype.itemsize for ref in new_refs]
+def _body(plan: _Plan, *refs: Any) -> None:
+    number, tile, sums, shifts = jax.lax.axis_index("tile"), plan.tile, plan.sums, plan.shifts
+    count, kept = len(plan.new), int(sums is not None)
+    n_inputs = len(refs) - len(plan.flags) - count - (count if shifts else 0) - 2 * kept
+    ends = list(itertools.accumulate([0, len(plan.flags), n_inputs, count, count if shifts else 0, kept, kept]))
+    scalar_refs, inputs, new, parity, partial, scratch = (refs[a:b] for a, b in itertools.pairwise(ends))
+    scalars = tuple(ref[0] != 0 if flag else ref[0] for ref, flag in zip(scalar_refs, plan.flags, strict=True))
+    sizes = [x.dtype.itemsize for x in plan.new]
     word_tiles = [tile.as_words(size) for size in sizes]
-    weights = {size: tile.as_words(size).weights(number, page_bytes // 4) for size in set(sizes)} if page_bytes else {}
-    rows = input_refs[0].shape[0]
-
-    def update(row, arrays, accumulators):
-        grad, lanes = (arrays[0], arrays[1:]) if has_grad else (None, arrays)
-        accumulated, pairs = [], []
-        for lane, value in enumerate(kernel_form(function)(scalars, grad, tuple(lanes))):
-            tile.store(new_refs[lane], row, number, value)
-            words = mosaic.to_words(value, tile, interpret)
-            accumulated.append([arithmetic.horner(a, words, h) for a, h in zip(accumulators[lane], shifts, strict=True)])
-            if page_bytes:
-                pairs.append((words, arithmetic.fold(words) * weights[sizes[lane]]))
-        if page_bytes:
-            sums.add(kept_refs[0], row, pairs, word_tiles, interpret)
-        return accumulated
-
-    def send_for(row):
-        pl.when(row < rows)(lambda: ring.start(input_refs, slots, row, number, interpret))
-        ring.commit(interpret)
+    weights = {size: tile.as_words(size).weights(number, plan.page_bytes // 4) for size in set(sizes)} if plan.page_bytes else {}
+    function = kernel_form(plan.function)
 
     def step(row, accumulators):
-        if config.together:
-            mosaic.keep_together(interpret)
-        if ring is None:
-            return update(row, [tile.load(ref, row, number) for ref in input_refs], accumulators)
-        send_for(row + ring.stages - 1)
-        ring.wait(interpret)
-        return update(row, ring.load(slots, row), accumulators)
+        arrays = [tile.load(ref, row, number) for ref in inputs]
+        grad, lanes = (arrays[0], arrays[1:]) if plan.has_grad else (None, arrays)
+        accumulated, pairs = [], []
+        for lane, value in enumerate(function(scalars, grad, tuple(lanes))):
+            tile.store(new[lane], row, number, value)
+            words = mosaic.to_words(value, tile, plan.interpret)
+            accumulated.append([arithmetic.horner(a, words, shift) for a, shift in zip(accumulators[lane], shifts, strict=True)])
+            if sums:
+                pairs.append((words, arithmetic.fold(words) * weights[sizes[lane]]))
+        if sums:
+            sums.add(scratch[0], row, pairs, word_tiles, plan.interpret)
+        return accumulated
 
-    if ring is not None:
-        for row in range(ring.stages - 1):
-            send_for(row)
-    zeros = [[word_tile.zeros() for _ in shifts] for word_tile in word_tiles]
-    accumulators = jax.lax.fori_loop(0, rows, step, zeros)
-    for lane, parity in enumerate(accumulators):
-        for row, accumulator in enumerate(parity):
-            word_tiles[lane].store(parity_refs[lane], row, number, accumulator)
-    if page_bytes:
-        sums.finish(kept_refs[0], sums_refs[0], number, interpret)
-
-
-def traffic_bytes(scalars: int, grad: Any, lanes: Sequence[Any], updated: Updated) -> int:
-    """Bytes that one call must move: all arrays once."""
-    nbytes = lambda x: math.prod(x.shape) * x.dtype.itemsize
-    del scalars
-    return sum(map(nbytes, [*(() if grad is None else (grad,)), *lanes, *updated.lanes, *updated.parity, *updated.checksums]))
+    accumulators = jax.lax.fori_loop(0, plan.data_rows, step, [[word_tile.zeros() for _ in shifts] for word_tile in word_tiles])
+    for lane, rows in enumerate(accumulators):
+        for row, accumulator in enumerate(rows):
+            word_tiles[lane].store(parity[lane], row, number, accumulator)
+    if sums:
+        sums.finish(scratch[0], partial[0], number, plan.interpret)

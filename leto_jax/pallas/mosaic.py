@@ -19,7 +19,7 @@ from jax.experimental.mosaic import gpu as mgpu
 from jax.experimental.mosaic.gpu import utils as mgpu_utils
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxlib.mlir import ir
-from jaxlib.mlir.dialects import arith, llvm, memref, vector
+from jaxlib.mlir.dialects import arith, memref, vector
 
 THREADS = 128
 WARPS = 4
@@ -79,9 +79,7 @@ def to_words(value: jax.Array, tile: Tile, interpret: bool) -> jax.Array:
         return jax.lax.bitcast_convert_type(value.reshape(-1, 4 // itemsize), jnp.uint32)
     words = tile.as_words(itemsize)
 
-    @plgpu.inline_mgpu(
-        arg_types=(tile.layout,), return_type=plgpu.ShapeDtypeStruct((words.elements,), jnp.uint32, layout=words.layout)
-    )
+    @plgpu.inline_mgpu(arg_types=(tile.layout,), return_type=plgpu.ShapeDtypeStruct((words.elements,), jnp.uint32, layout=words.layout))
     def pack(_, array):
         kind = ir.VectorType.get((words.vector,), ir.IntegerType.get_signless(32))
         registers = np.empty(array.registers.shape, dtype=object)
@@ -90,12 +88,6 @@ def to_words(value: jax.Array, tile: Tile, interpret: bool) -> jax.Array:
         return mgpu.FragmentedArray(_registers=registers, _layout=words.layout.to_mgpu(), _is_signed=False)
 
     return pack(value)
-
-
-def keep_together(interpret: bool) -> None:
-    """The warps of a block wait for each other: those that run ahead would open more pages of memory at a time."""
-    if not interpret:
-        plgpu.inline_mgpu()(lambda _: mgpu.warpgroup_barrier())()
 
 
 class Sums:
@@ -113,7 +105,7 @@ class Sums:
 
     @property
     def scratch(self) -> Any:
-        """Shared memory of a block: [stream * 2 + sum, row, warp]."""
+        """Shared memory of a block: [stream, row, sum, warp]."""
         return plgpu.SMEM((self.count, self.rows, 2, WARPS), jnp.uint32)
 
     @property
@@ -161,10 +153,9 @@ class Sums:
             for start in range(0, total, THREADS):
                 item = arith.addi(mgpu.thread_idx(), _i32(start))
                 with mgpu.when(arith.cmpi(arith.CmpIPredicate.ult, item, _i32(total))):
-                    load = lambda k: vector.load(
-                        ir.VectorType.get((WARPS,), i32), flat, [_index(arith.muli(arith.addi(arith.muli(item, _i32(2)), _i32(k)), _i32(WARPS)))]
-                    )
-                    pair = vector.from_elements(ir.VectorType.get((2,), i32), [_elements_sum(load(k)) for k in range(2)])
+                    at = [arith.addi(arith.muli(item, _i32(2 * WARPS)), _i32(k * WARPS)) for k in range(2)]
+                    warps = [vector.load(ir.VectorType.get((WARPS,), i32), flat, [_index(place)]) for place in at]
+                    pair = vector.from_elements(ir.VectorType.get((2,), i32), list(map(_elements_sum, warps)))
                     vector.store(pair, target, [_index(item), _index(_i32(0))])
 
         combine(scratch, output.at[:, number])
@@ -205,69 +196,6 @@ class Sums:
             interpret=interpreter(interpret),
             kernel_name="leto_page_sums",
         )(by_stream)
-
-
-class Ring:
-    """The next rows of some arrays on their way to a block, in shared memory.
-
-    Each thread copies the elements that it will use itself, so nothing has to be waited for but one's own copies. Without it a block that
-    is alone on its multiprocessor, as in the last wave of a grid, waits for memory once for every row.
-    """
-
-    def __init__(self, tile: Tile, dtypes: Sequence[Any], stages: int):
-        self.tile, self.dtypes, self.stages = tile, dtypes, stages
-
-    @property
-    def scratch(self) -> list[Any]:
-        return [plgpu.SMEM((self.stages, self.tile.elements), dtype) for dtype in self.dtypes]
-
-    def start(self, sources: Sequence[Any], slots: Sequence[Any], row: Any, number: Any, interpret: bool) -> None:
-        """Sets out for a row. To be followed by `commit`."""
-        tile, slot = self.tile, jax.lax.rem(row, self.stages)
-        for source, ring in zip(sources, slots, strict=True):
-            part = source.at[row, pl.ds(number * tile.elements, tile.elements)]
-            if interpret:
-                ring[slot] = part[...]
-                continue
-
-            @plgpu.inline_mgpu(arg_types=(plgpu.RefType(), plgpu.RefType()))
-            def copy(_, origin, target):
-                kind = ir.MemRefType(origin.type).element_type
-                nbytes = tile.vector * mgpu.bytewidth(kind)
-                for run in range(tile.runs):
-                    at = arith.addi(arith.muli(mgpu.thread_idx(), _i32(tile.vector)), _i32(run * THREADS * tile.vector))
-                    there, here = (mgpu_utils.getelementptr(mgpu_utils.memref_ptr(x), [at], kind) for x in (target, origin))
-                    how = "cg" if nbytes == 16 else "ca"
-                    llvm.inline_asm(
-                        ir.Type.parse("!llvm.void"),
-                        [llvm.ptrtoint(ir.IntegerType.get_signless(32), there), here],
-                        f"cp.async.{how}.shared.global [$0], [$1], {nbytes};",
-                        "r,l",
-                        has_side_effects=True,
-                    )
-
-            copy(part, ring.at[slot])
-
-    def commit(self, interpret: bool) -> None:
-        """Ends the row that was set out for, if any."""
-        _asm("cp.async.commit_group;", interpret)
-
-    def wait(self, interpret: bool) -> None:
-        """Until the oldest row is there."""
-        _asm(f"cp.async.wait_group {self.stages - 1};", interpret)
-
-    def load(self, slots: Sequence[Any], row: Any) -> list[jax.Array]:
-        slot = jax.lax.rem(row, self.stages)
-        return [plgpu.load(ring.at[slot], layout=self.tile.layout, optimized=False) for ring in slots]
-
-
-def _asm(text: str, interpret: bool) -> None:
-    if not interpret:
-        plgpu.inline_mgpu()(lambda _: _no_result(llvm.inline_asm(ir.Type.parse("!llvm.void"), [], text, "", has_side_effects=True)))()
-
-
-def _no_result(_: Any) -> None:
-    """Inlined code returns nothing."""
 
 
 def _index(value: Any) -> Any:

@@ -20,7 +20,23 @@ import harness
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from harness import PAGE, STEPS, Incarnation, World, check, crash, crossings, damage, life, lose, picture_at, promote, take_over, variant
+from harness import (
+    PAGE,
+    STEPS,
+    Incarnation,
+    World,
+    check,
+    crash,
+    crash_at,
+    crossings,
+    damage,
+    life,
+    lose,
+    picture_at,
+    promote,
+    take_over,
+    variant,
+)
 
 from leto_jax import records
 from leto_jax.arena.metadata import LOST_SLOTS, LostRange
@@ -442,14 +458,23 @@ def records_of(v: harness.Variant, world: World) -> list[tuple[str, int, Record]
     return found
 
 
+def revoked(v: harness.Variant) -> tuple[bytes, ...]:
+    """After a takeover that revoked the intent of step 2."""
+    with World(v.layout, left(v, "flight")) as world:
+        lose(world, *gradients(LAST)(v, "flight")[0])
+        assert take_over(v, world).plan.action is Action.REVOKE
+        return world.content()
+
+
 def test_a_damaged_record_is_survived_and_a_damaged_fact_is_never_misread():
     """A bit of each record that a crash left, in one place; then of the same fact in all its places."""
     v, rng, met = variant("adamw"), random.Random(SEED), collections.Counter()
     print(f"seed {SEED}")
     alone: dict[Kind, set[str]] = {}
     together: dict[Kind, set[str]] = {}
-    for moment in ("rest", "flight", "marks", "last", "drain"):
-        with World(v.layout, left(v, moment)) as world:
+    for moment in ("rest", "flight", "marks", "last", "drain", "revoked"):
+        content = revoked(v) if moment == "revoked" else left(v, moment)
+        with World(v.layout, content) as world:
             everything = records_of(v, world)
         for arena, offset, record in everything:
             if record.kind is Kind.VERSION and record.index % 5:
@@ -462,7 +487,7 @@ def test_a_damaged_record_is_survived_and_a_damaged_fact_is_never_misread():
             for places, outcomes in (([(arena, offset)], alone), (twins, together)):
                 if places is twins and twins[0][1] != offset:
                     continue
-                with World(v.layout, left(v, moment)) as world:
+                with World(v.layout, content) as world:
                     for a, o in places:
                         bit = rng.randrange(512)
                         arenas = world.map()
@@ -478,6 +503,7 @@ def test_a_damaged_record_is_survived_and_a_damaged_fact_is_never_misread():
     assert set(met) >= {Kind.COMMIT, Kind.INTENT, Kind.MARK, Kind.GRADIENTS, Kind.VERSION, Kind.RING, Kind.EPOCH, Kind.PROMOTION, Kind.LIFE}
     assert all(outcomes == {"="} for kind, outcomes in alone.items() if kind is not Kind.GRADIENTS), alone
     assert alone[Kind.GRADIENTS] == {"=", "V", "U"}
+    assert together[Kind.REVOKE] == {"V"}
     # Both places of a commit: the intent and the marks say what it was, unless the next update has begun.
     assert together[Kind.COMMIT] == {"=", "U"}
     assert together[Kind.INTENT] == {"=", "U"}
@@ -616,3 +642,23 @@ def test_scrub_goes_round_in_slices_and_repairs_groups_that_reach_beyond_one():
         arenas, piece = world.map(), layout.read_only_pieces[-1]
         assert arenas.device.view(piece.offset, piece.nbytes).tobytes() == harness.truth(v, 0).pieces[-1]
         arenas.close()
+
+
+@pytest.mark.parametrize("moment", list(Moment))
+@pytest.mark.parametrize("title", ["parameter page, first chunk", "H pages of a group, last"])
+def test_a_crash_while_scrub_repairs_is_survived(title, moment):
+    v = variant("adamw")
+    for number in range(len(FAULTS[title](v, "rest"))):
+        with World(v.layout) as world:
+            process = promote(v, world)
+            process.attach()
+
+            def strike(step: int, world=world, process=process) -> None:
+                if step == 2:
+                    process.finish()
+                    for arena, offset, nbytes in FAULTS[title](v, "rest"):
+                        damage(world, arena, offset, nbytes)
+
+            crash_at(lambda process=process, strike=strike: process.train(STEPS, strike), Point.REPAIR_PAGE, moment, number)
+            process.close()
+            assert outcome_of(v, world, "compute") == "="

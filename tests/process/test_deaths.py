@@ -90,12 +90,19 @@ def test_kill_9_of_the_agent(jobs):
     assert "step 4 " not in more.out
 
 
+def kill_both(run: Run) -> None:
+    """At the same moment: the agent must not come to replace the manager."""
+    manager = run.status()["manager_pid"]
+    run.process.send_signal(signal.SIGSTOP)
+    os.kill(manager, signal.SIGKILL)
+    run.kill_agent()
+
+
 def test_kill_9_of_both_at_once(jobs):
     run = start(jobs, "--workers")
     go_on_to(run, 5)
     old = workers_of(run)
-    os.kill(run.status()["manager_pid"], signal.SIGKILL)
-    run.kill_agent()
+    kill_both(run)
     wait_until(lambda: not jobs.processes(), END_SECS, lambda: f"still there: {jobs.processes()}")
     assert "leto: agent and state manager are gone; this process ends" in run.err
     assert memory_of(old) == []
@@ -112,8 +119,7 @@ def test_a_new_agent_comes_before_the_old_processes_have_noticed(jobs):
     go_on_to(run, 3)
     old = workers_of(run)
     run.kill("shadow", signal.SIGSTOP)
-    os.kill(run.status()["manager_pid"], signal.SIGKILL)
-    run.kill_agent()
+    kill_both(run)
     more = again(jobs, run)
     more.wait_for("start", 2)
     left = set(old) & set(more.carriers())
