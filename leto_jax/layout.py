@@ -181,7 +181,7 @@ class Piece:
 
     index: number of the piece in the job. signature, lane, chunk: its place, None for read-only pieces. nbytes: D rows of `row_bytes`.
     offset: byte address in the device arena for read-only pieces. staging: byte address of its parity rows and page checksums in the
-    staging region; host: the same in the host arena's parity region; both hold `parity_rows * row_bytes + 8 * pages` bytes.
+    staging region; host: the same in the host arena's parity region; both hold `guard_bytes`.
     """
 
     index: int
@@ -209,9 +209,13 @@ class Piece:
         return self.parity_rows * self.row_bytes
 
     @property
-    def guard_bytes(self) -> int:
-        """Parity rows and page checksums (two uint32 a page), padded to 64 bytes."""
+    def record_offset(self) -> int:
+        """Where in the guard block its record lies: behind parity rows and page checksums (two uint32 a page)."""
         return round_up(self.parity_bytes + 8 * self.pages, 64)
+
+    @property
+    def guard_bytes(self) -> int:
+        return self.record_offset + RECORD_BYTES
 
 
 @dataclasses.dataclass(frozen=True)
@@ -399,7 +403,6 @@ def plan(spec: JobSpec) -> Layout:
         piece(None, None, None, min(step, ro_bytes - begin), ro_start + begin)
 
     device.add("staging", staging)
-    host.add("versions", RECORD_BYTES * 2 * max(1, len(pieces)))
     host.add("parity", parity)
     batch = sum(round_up(leaf.nbytes, 64) for leaf in spec.batch)
     host.add("ring", RING_ENTRIES * ring_entry_bytes(spec, batch))

@@ -293,6 +293,7 @@ class Agent:
         self._shadow_refused = ""  # a script that was changed back may have shadows again
         self._control[Word.STEPS_DONE] = 0
         self._control[Word.ARMED_SINCE_NS] = 0
+        self._control[Word.PID] = 0
         self._trainer = self._spawn("trainer", path)
         self._spawned_at = time.monotonic()
 
@@ -476,6 +477,7 @@ class Agent:
         self._metadata.write(Point.PROMOTION, Record(RecordKind.PROMOTION, epoch, self._control[Word.COMMIT], shadow.incarnation))
         self._control[Word.ARMED_SINCE_NS] = 0
         self._control[Word.STEPS_DONE] = 0
+        self._control[Word.PID] = 0
         self._control.enter(Phase.TAKEOVER)
         self._trainer, self._shadow, self._shadow_deaths = shadow, None, 0
         self._spawned_at = time.monotonic()
@@ -549,7 +551,7 @@ class Agent:
         now = time.monotonic_ns()
         letter = state_letter(child.pid)
         self._stopped_since = (self._stopped_since or now) if letter == "T" else 0
-        if control[Word.PID] != child.pid:
+        if control[Word.PID] == 0:  # it has not come to its loop yet
             limit = deadlines.takeover if self._pending is not None and self._pending.path == "shadow" else deadlines.init
             late = time.monotonic() - self._spawned_at > limit
             if self._stopped_since and (now - self._stopped_since) / 1e9 > deadlines.stopped:
@@ -561,9 +563,10 @@ class Agent:
                 self._failed(Kind.HANG, f"no first step within {limit:g} s", limit, now)
             return
         try:
+            control.check(child.pid, child.incarnation)
             phase = control.phase
         except errors.RecordError as exception:
-            self._failed(Kind.HANG, str(exception), None, now)
+            self._failed(Kind.DAMAGED, str(exception), None, now)
             return
         progress = policy.Progress(
             phase,

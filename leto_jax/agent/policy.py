@@ -21,6 +21,7 @@ class Kind(enum.StrEnum):
     EXIT = enum.auto()
     HANG = enum.auto()
     STOPPED = enum.auto()
+    DAMAGED = enum.auto()  # the control words cannot be what the trainer wrote
     REFUSED = enum.auto()  # the process said that it cannot take part, and why
 
 

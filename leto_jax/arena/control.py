@@ -17,6 +17,7 @@ from leto_jax.faults import Phase
 MAGIC = 0x4C45544F43540001
 BYTES = 4096
 PHASES = tuple(Phase)
+SLACK_NS = 1_000_000_000  # a word may be written after the clock was read
 
 
 class Word(enum.IntEnum):
@@ -78,12 +79,34 @@ class Control:
         self[Word.PHASE] = PHASES.index(phase)
         self[Word.PHASE_SINCE_NS] = time.monotonic_ns()
 
+    def check(self, pid: int, incarnation: int) -> None:
+        """Whether these can be the words of the trainer `pid`. Raises RecordError naming the first that cannot: the block is damaged."""
+        most, now = 1 << 62, time.monotonic_ns() + SLACK_NS
+        bounds = {
+            Word.MAGIC: (MAGIC, MAGIC),
+            Word.PID: (pid, pid),
+            Word.INCARNATION: (incarnation, incarnation),
+            Word.PHASE: (0, len(PHASES) - 1),
+            Word.PHASE_SINCE_NS: (0, now),
+            Word.COMMIT: (0, most),
+            Word.STEPS: (1, most),
+            Word.ARMED_SINCE_NS: (0, now),
+            Word.SECTION_DEADLINE_NS: (0, most),
+            Word.LAST_STEP_NS: (0, now),
+            Word.STEPS_DONE: (0, most),
+            Word.STEP_NS_TOTAL: (0, now),
+            Word.STALE_NS_TOTAL: (0, now),
+        }
+        for word, (low, high) in bounds.items():
+            if not low <= self[word] <= high:
+                raise _damaged(word, low, high, self[word])
+
     @property
     def phase(self) -> Phase:
         """Raises RecordError when the word holds no phase: the block is damaged."""
         number = self[Word.PHASE]
         if not 0 <= number < len(PHASES):
-            raise errors.RecordError(f"control word PHASE: expected 0..{len(PHASES) - 1}, found {number}; the control block is damaged")
+            raise _damaged(Word.PHASE, 0, len(PHASES) - 1, number)
         return PHASES[number]
 
     def close(self) -> None:
@@ -92,3 +115,8 @@ class Control:
             self._map.close()
         except BufferError:
             pass  # somebody still looks at it: the mapping goes with them
+
+
+def _damaged(word: Word, low: int, high: int, found: int) -> errors.RecordError:
+    expected = str(low) if low == high else f"{low}..{high}"
+    return errors.RecordError(f"control word {word.name}: expected {expected}, found {found}; the control block is damaged")

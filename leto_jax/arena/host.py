@@ -14,7 +14,7 @@ from leto_jax.layout import Layout
 
 @dataclasses.dataclass(frozen=True)
 class Arenas:
-    """device: state, gradients, log, staging. host: parity, versions, ring. metadata: life, epoch, lost ranges."""
+    """device: state, gradients, log, staging. host: parity, ring. metadata: life, epoch, lost ranges."""
 
     device: Arena
     host: Arena

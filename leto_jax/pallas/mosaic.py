@@ -79,7 +79,9 @@ def to_words(value: jax.Array, tile: Tile, interpret: bool) -> jax.Array:
         return jax.lax.bitcast_convert_type(value.reshape(-1, 4 // itemsize), jnp.uint32)
     words = tile.as_words(itemsize)
 
-    @plgpu.inline_mgpu(arg_types=(tile.layout,), return_type=plgpu.ShapeDtypeStruct((words.elements,), jnp.uint32, layout=words.layout))
+    @plgpu.inline_mgpu(
+        arg_types=(tile.layout,), return_type=plgpu.ShapeDtypeStruct((words.elements,), jnp.dtype(jnp.uint32), layout=words.layout)
+    )
     def pack(_, array):
         kind = ir.VectorType.get((words.vector,), ir.IntegerType.get_signless(32))
         registers = np.empty(array.registers.shape, dtype=object)
@@ -203,7 +205,7 @@ def _index(value: Any) -> Any:
 
 
 def _i32(value: int) -> Any:
-    return arith.constant(ir.IntegerType.get_signless(32), value)
+    return mgpu.c(value, ir.IntegerType.get_signless(32))
 
 
 def _elements_sum(register: Any) -> Any:

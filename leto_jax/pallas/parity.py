@@ -143,6 +143,10 @@ class Pages(NamedTuple):
     words: int
     sums: mosaic.Sums
 
+    def add(self, scratch: Any, row: Any, values: jax.Array, tile: Tile, number: Any, interpret: bool) -> None:
+        """Keeps the sums of a tile of a row."""
+        self.sums.add(scratch, row, [(values, arithmetic.fold(values) * tile.weights(number, self.words))], [tile], interpret)
+
 
 def _launch(body: Any, outputs: list[Any], pages: Pages | None, blocks: int, interpret: bool) -> Any:
     return plgpu.kernel(
@@ -166,14 +170,13 @@ def steps(rows: int, rows_per_step: int) -> tuple[int, int]:
 def _loop(tile: Tile, shifts: tuple[int, ...], pages: Pages | None, config: Config, interpret: bool, data: Any, *refs: Any) -> None:
     number = jax.lax.axis_index("tile")
     together, count = steps(data.shape[0], config.rows_per_step)
-    weights = tile.weights(number, pages.words) if pages else None
 
     def step(i, accumulators):
         first = i * together
         for k, row in enumerate([tile.load(data, first + k, number) for k in range(together)]):
             accumulators = [arithmetic.horner(a, row, shift) for a, shift in zip(accumulators, shifts, strict=True)]
             if pages:
-                pages.sums.add(refs[-1], first + k, [(row, arithmetic.fold(row) * weights)], [tile], interpret)
+                pages.add(refs[-1], first + k, row, tile, number, interpret)
         return accumulators
 
     accumulators = jax.lax.fori_loop(0, count, step, [tile.zeros() for _ in shifts])
@@ -195,7 +198,6 @@ def _unrolled(
     number = jax.lax.axis_index("tile")
     inputs = refs[: 1 + max(source for source, _ in sources)]
     result = refs[len(inputs)]
-    weights = tile.weights(number, pages.words) if pages else None
     by_bit: list[list[jax.Array | None]] = [[None] * max(row).bit_length() for row in coefficients]
     for start in range(0, len(sources), config.rows_per_step):
         group = range(start, min(start + config.rows_per_step, len(sources)))
@@ -206,7 +208,7 @@ def _unrolled(
                     if factors[position] >> bit & 1:
                         bits[bit] = value if held is None else held ^ value
             if pages:
-                pages.sums.add(refs[-1], sources[position][1], [(value, arithmetic.fold(value) * weights)], [tile], interpret)
+                pages.add(refs[-1], sources[position][1], value, tile, number, interpret)
     for row, bits in enumerate(by_bit):
         tile.store(result, row, number, arithmetic.evaluate(bits))
     if pages:

@@ -1,24 +1,26 @@
 """Protection groups of one rank: parity and page checksums of every piece, in staging, in the host arena, and used for repair.
 
-A piece's guard block is H parity rows followed by two uint32 checksums a page. Fresh blocks are staged on the device beside the data, and
-drained to the host arena behind the next compute. A block counts only while its version equals the data's.
+A piece's guard block is H parity rows, two uint32 checksums a page, and a record: the version of the data that it guards, and the CRC-32 of
+the checksums. Fresh blocks are staged on the device beside the data, and drained to the host arena behind the next compute. A block counts
+only with a valid record of the data's version: what was cut short, lost or damaged is not there.
 """
 
 from __future__ import annotations
 
 import itertools
+import zlib
 from collections.abc import Iterable, Sequence
 
 import numpy as np
 
-from leto_jax import errors, records
+from leto_jax import errors
 from leto_jax.arena.memory import Arena
 from leto_jax.faults import Point
 from leto_jax.layout import Layout, Piece
 from leto_jax.records import Kind, Record
 from leto_jax.rmp import checksum, reference
 
-IN_FLUX, CURRENT = 1, 0
+CURRENT = 1  # the first word of a block's record; 0: void
 
 
 class Guard:
@@ -28,74 +30,66 @@ class Guard:
         self._device, self._host, self._layout = device, host, layout
         self._staging = layout.by_name["staging"].offset
         self._parity = layout.by_name["parity"].offset
-        self._versions = layout.by_name["versions"].offset
 
-    def stage(self, piece: Piece, parity: Sequence[np.ndarray], checksums: np.ndarray) -> None:
-        """Stores a fresh guard block beside the data. parity: H rows; checksums: uint32[pages, 2].
+    def stage(self, piece: Piece, parity: Sequence[np.ndarray], checksums: np.ndarray, version: int) -> None:
+        """Stores a fresh guard block beside the data. parity: H rows; checksums: uint32[pages, 2]; version: of the data.
 
-        Crash: the block is void until the chunk's mark is stored.
+        Crash: the block is void until its record is stored.
         Cost: H/D of the piece, blocking.
         """
-        offset = self._staging + piece.staging
-        for row in parity:
-            self._device.store(Point.STAGING, offset, np.asarray(row))
-            offset += piece.row_bytes
-        self._device.store(Point.STAGING, offset, np.asarray(checksums))
+        offset, record = self._staging + piece.staging, self._record_of(piece, version, checksums)
+        self._device.store_record(Point.STAGING, offset + piece.record_offset, Record(Kind.VERSION, index=piece.index))
+        for part in (*parity, checksums):
+            part = np.asarray(part)
+            self._device.store(Point.STAGING, offset, part)
+            offset += part.nbytes
+        self._device.store_record(Point.STAGING, self._staging + piece.staging + piece.record_offset, record)
 
     def drain(self, pieces: Iterable[Piece], version: int) -> None:
-        """Copies staged blocks to the host arena.
+        """Copies staged blocks of `version` to the host arena; leaves out those that are not of this version.
 
-        Crash: pieces whose copy was under way are IN_FLUX; their staged block still counts.
+        Crash: the host copy of the piece under way is void; its staged block still counts.
         Cost: H/D of the pieces, blocking; called while compute runs.
         """
         for piece in pieces:
-            self._note(Point.DRAIN_FLUX, piece, version, IN_FLUX)
-            self._host.store(Point.DRAIN_PARITY, self._parity + piece.host, self._device.view(self._staging + piece.staging, piece.guard_bytes))
-            self._note(Point.DRAIN_VERSION, piece, version, CURRENT)
+            staged = self._valid(self._device, self._staging + piece.staging, piece)
+            if staged is None or staged.step != version:
+                continue
+            target = self._parity + piece.host
+            self._host.store_record(Point.DRAIN_FLUX, target + piece.record_offset, Record(Kind.VERSION, index=piece.index))
+            self._host.store(Point.DRAIN_PARITY, target, self._device.view(self._staging + piece.staging, piece.record_offset))
+            self._host.store_record(Point.DRAIN_VERSION, target + piece.record_offset, staged)
 
     def version(self, piece: Piece) -> int | None:
-        """Version of a piece's block in the host arena; None while a copy is under way or was cut short."""
-        record = self._record(piece)
-        return record.step if record is not None and record.body[0] == CURRENT else None
+        """Version of a piece's block in the host arena; None if there is no valid one."""
+        record = self._valid(self._host, self._parity + piece.host, piece)
+        return record.step if record is not None else None
 
-    def invalidate(self, piece: Piece) -> None:
-        """Notes that a piece's host copy holds nothing: a lost page of the host arena."""
-        self._note(Point.DRAIN_FLUX, piece, 0, IN_FLUX)
+    def invalidate(self, piece: Piece, staged: bool, host: bool) -> None:
+        """Voids a piece's blocks, where a page of them is lost: nothing of them may count once the loss is forgotten."""
+        void = Record(Kind.VERSION, index=piece.index)
+        if staged:
+            self._device.store_record(Point.STAGING, self._staging + piece.staging + piece.record_offset, void)
+        if host:
+            self._host.store_record(Point.DRAIN_FLUX, self._parity + piece.host + piece.record_offset, void)
 
-    def host_range(self, piece: Piece) -> tuple[int, int]:
-        """(offset, nbytes) of a piece's block in the host arena."""
-        return self._parity + piece.host, piece.guard_bytes
+    def ranges(self, piece: Piece) -> tuple[tuple[int, int], tuple[int, int]]:
+        """((offset, nbytes) of a piece's block in the device arena, the same in the host arena)."""
+        return (self._staging + piece.staging, piece.guard_bytes), (self._parity + piece.host, piece.guard_bytes)
 
-    def block(self, piece: Piece, version: int, staged: bool) -> tuple[np.ndarray, np.ndarray] | None:
-        """(parity uint8[H, row_bytes], checksums uint32[pages, 2]) that belong to `version`, read-only; None if neither tier has it.
-
-        The host copy goes first: once the next intent exists, staging may hold a later block. staged: the log says staging is of `version`.
-        """
-        if self.version(piece) == version:
-            arena, offset = self._host, self._parity + piece.host
-        elif staged:
-            arena, offset = self._device, self._staging + piece.staging
-        else:
-            return None
-        parity = arena.view(offset, piece.parity_bytes).reshape(piece.parity_rows, piece.row_bytes)
-        return parity, arena.array(offset + piece.parity_bytes, (piece.pages, 2), np.dtype(np.uint32))
+    def block(self, piece: Piece, version: int) -> tuple[np.ndarray, np.ndarray] | None:
+        """(parity uint8[H, row_bytes], checksums uint32[pages, 2]) that belong to `version`, read-only; None if neither tier has it."""
+        for arena, offset in ((self._host, self._parity + piece.host), (self._device, self._staging + piece.staging)):
+            record = self._valid(arena, offset, piece)
+            if record is not None and record.step == version:
+                parity = arena.view(offset, piece.parity_bytes).reshape(piece.parity_rows, piece.row_bytes)
+                return parity, self._checksums(arena, offset, piece)
+        return None
 
     def verify(self, piece: Piece, address: int, expected: np.ndarray, first: int, count: int) -> list[int]:
         """Those of `count` pages from `first` on whose checksum is not the expected one. Cost: reads the pages once, on one core."""
         words = self._device.array(address + first * piece.page_bytes, (count, piece.page_bytes // 4), np.dtype(np.uint32))
         return [first + int(page) for page in checksum.locate(expected[first : first + count], checksum.page_checksums_np(words))]
-
-    def confirm(self, piece: Piece, address: int, suspects: Sequence[int], parity: np.ndarray) -> list[int]:
-        """Those of the suspect pages of a piece that parity denies as well.
-
-        A group that agrees with one of its parity rows is as it was encoded: then it is the checksums that are damaged, not the data.
-        """
-        denied = set()
-        for column in {page % piece.pages_per_row for page in suspects}:
-            data, rows = self._group(piece, address, column), parity[:, self._columns(piece, column)]
-            if not reference.verify(data, rows).any():
-                denied.add(column)
-        return [page for page in suspects if page % piece.pages_per_row in denied]
 
     def repair(self, piece: Piece, address: int, lost: Sequence[int], parity: np.ndarray, checksums: np.ndarray) -> int:
         """Rebuilds the pages `lost` of a piece in place and checks them. Returns how many pages were rewritten.
@@ -141,14 +135,15 @@ class Guard:
             f"piece {piece.index}, group {column}: rebuilt pages of rows {rows} do not have their checksums; data and parity are damaged together, restore from a checkpoint"
         )
 
-    def _record(self, piece: Piece) -> Record | None:
-        found = [self._host.record(self._slot(piece, slot), Kind.VERSION) for slot in (0, 1)]
-        return max((record for record in found if record is not None), key=lambda record: record.sequence, default=None)
+    def _valid(self, arena: Arena, offset: int, piece: Piece) -> Record | None:
+        """The record of a block if the block counts: complete, of this piece, checksums undamaged."""
+        record = arena.record(offset + piece.record_offset, Kind.VERSION)
+        if record is None or record.body[0] != CURRENT or record.index != piece.index:
+            return None
+        return record if record.body[1] == zlib.crc32(self._checksums(arena, offset, piece)) else None
 
-    def _note(self, point: Point, piece: Piece, version: int, state: int) -> None:
-        before = self._record(piece)
-        sequence = before.sequence + 1 if before else 1
-        self._host.store_record(point, self._slot(piece, sequence % 2), Record(Kind.VERSION, step=version, index=piece.index, body=(state,), sequence=sequence))
+    def _checksums(self, arena: Arena, offset: int, piece: Piece) -> np.ndarray:
+        return arena.array(offset + piece.parity_bytes, (piece.pages, 2), np.dtype(np.uint32))
 
-    def _slot(self, piece: Piece, slot: int) -> int:
-        return self._versions + records.BYTES * (2 * piece.index + slot)
+    def _record_of(self, piece: Piece, version: int, checksums: np.ndarray) -> Record:
+        return Record(Kind.VERSION, step=version, index=piece.index, body=(CURRENT, zlib.crc32(np.ascontiguousarray(checksums))))

@@ -17,7 +17,8 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from leto_jax import errors, layout as layouts
+from leto_jax import errors
+from leto_jax import layout as layouts
 from leto_jax.config import Protection
 from leto_jax.layout import JobSpec, Layout, LeafSpec, SignatureSpec
 from leto_jax.rmp import codec

@@ -60,14 +60,9 @@ def recover(
                 f"{plan.reason}; the retained state is kept, restore from a checkpoint or stop the job with `leto stop`"
             )
         placed = plan.first[rank] if plan.action is Action.ROLL_FORWARD else 0
-        # Update `target` may have begun to stage, even if it is revoked by now: then staging is of its marked chunks and of nothing else.
-        begun = any(intent.step == plan.target for intent in picture.log.intents)
         retained.log.repair()
-        lost = retained.metadata.lost()
-        for piece in retained.layout.pieces if lost else ():
-            if touches(lost, "host", *retained.guard.host_range(piece)):
-                retained.guard.invalidate(piece)
-        repaired, void = _repair_pages(retained, transaction, _versions(retained, plan.target, placed, begun))
+        _void_lost_blocks(retained)
+        repaired = _repair_pages(retained, transaction, plan.target, placed)
     with stage("roll_forward"):
         if plan.action is Action.REVOKE:
             retained.log.write(Point.REVOKE, Record(Kind.REVOKE, transaction.epoch, plan.target))
@@ -78,11 +73,10 @@ def recover(
                 retained.log.write(Point.INTENT_COPY, plan.intent)
             transaction.update(plan.target, plan.intent, placed)
             transaction.commit(plan.target, plan.intent)
-            transaction.drain(plan.target, without=void)
+            transaction.drain(plan.target)
             commit = plan.target
-        elif not begun:
-            staged = (piece for piece in retained.layout.pieces if piece.chunk is not None and piece.index not in void)
-            retained.guard.drain((piece for piece in staged if retained.guard.version(piece) != commit), commit)
+        else:
+            retained.guard.drain((piece for piece in retained.layout.pieces if retained.guard.version(piece) != transaction.version(piece, commit)), commit)
         transaction.encode_all(commit)
         if rank in plan.unknown_metrics:
             transaction.forget_metrics(commit)
@@ -90,50 +84,34 @@ def recover(
     return Recovered(plan, commit, repaired)
 
 
-def _versions(retained: Retained, target: int, placed: int, begun: bool) -> list[tuple[Piece, int, bool]]:
-    """(piece, version of its data, whether staging may hold its block) for every piece, when `placed` chunks of update `target` are marked."""
+def _void_lost_blocks(retained: Retained) -> None:
+    """Blocks with a lost page no longer count, in either tier; they are encoded again before the losses are forgotten."""
+    lost = retained.metadata.lost()
+    for piece in retained.layout.pieces if lost else ():
+        staged, host = retained.guard.ranges(piece)
+        retained.guard.invalidate(piece, touches(lost, "device", *staged), touches(lost, "host", *host))
+
+
+def _repair_pages(retained: Retained, transaction: Transaction, target: int, placed: int) -> int:
+    """Rebuilds what is on the LOST list or fails its checksum, when `placed` chunks of update `target` are marked. Returns how many pages."""
+    lost, guard, repaired = retained.metadata.lost(), retained.guard, 0
     marked = set(list(retained.layout.order(target))[:placed])
-    found = []
     for piece in retained.layout.pieces:
-        if piece.chunk is None:
-            found.append((piece, retained.guard.version(piece) or 0, False))
-        elif piece.chunk in marked:
-            found.append((piece, target, True))
-        else:
-            # An intent is stored only after the drain, so before one exists staging is of the last commit wherever the host copy is not.
-            found.append((piece, target - 1, not begun))
-    return found
-
-
-def _repair_pages(retained: Retained, transaction: Transaction, versions: Sequence[tuple[Piece, int, bool]]) -> tuple[int, set[int]]:
-    """Rebuilds what is on the LOST list or fails its checksum.
-
-    Returns how many pages, and the pieces whose staged block is lost or damaged.
-    """
-    lost, guard, repaired, void = retained.metadata.lost(), retained.guard, 0, set()
-    staging = retained.layout.by_name["staging"]
-    for piece, version, staged in versions:
-        address = retained.layout.address(piece, version)
-        if staged and touches(lost, "device", staging.offset + piece.staging, piece.guard_bytes):
-            void.add(piece.index)
-        block = guard.block(piece, version, staged and piece.index not in void)
+        commit = target if piece.chunk in marked else target - 1
+        address, version = retained.layout.address(piece, commit), transaction.version(piece, commit)
+        block = guard.block(piece, version)
         pages = {page for item in lost if item.arena == "device" for page in _pages(item, piece, address)}
         if block is None:
             if pages:
                 raise errors.UnrecoverableError(
                     f"piece {piece.index}: {len(pages)} pages are lost and no parity of step {version} exists; not repairable here, restore from a checkpoint"
                 )
-            continue
+            continue  # nothing to compare with: it is encoded again
         parity, checksums = block
-        suspects = [int(page) for page in checksum.locate(checksums, transaction.checksums(piece, version))]
-        denied = guard.confirm(piece, address, suspects, parity)
-        pages.update(denied)
+        pages.update(int(page) for page in checksum.locate(checksums, transaction.checksums(piece, commit)))
         if pages:
             repaired += guard.repair(piece, address, sorted(pages), parity, checksums)
-        if len(denied) < len(suspects):  # it is the block that is damaged: encode again
-            void.add(piece.index)
-            guard.invalidate(piece)
-    return repaired, void
+    return repaired
 
 
 def _pages(lost: LostRange, piece: Piece, address: int) -> range:

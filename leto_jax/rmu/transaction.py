@@ -13,7 +13,7 @@ Retained memory changes only here, in rmp.groups and in train.ring, always throu
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Container, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import jax
 import jax.numpy as jnp
@@ -27,6 +27,7 @@ from leto_jax.rmu import programs
 from leto_jax.rmu.recovery import Life
 from leto_jax.rmu.retained import Retained
 
+MAX_COMPUTES = 8  # of one step, each repeated because scrub found a damaged page
 Observer = Callable[[Phase, int, int], None]
 
 
@@ -101,7 +102,7 @@ class Transaction:
         """
         retained, header = self.retained, self.retained.region("gradient_header")
         self._device.store_record(Point.GRADIENTS_CLEAR, header, Record(Kind.GRADIENTS, self.epoch, 0))
-        while True:
+        for _ in range(MAX_COMPUTES):
             outputs = self._run["compute"](retained.seen_params(step - 1), retained.extras(step - 1), list(batch), key, np.int32(step))
             self.drain(step - 1)
             self.at(Phase.COMPUTE, step, -1)
@@ -109,6 +110,10 @@ class Transaction:
             jax.block_until_ready(outputs)
             if not damaged:
                 break  # else compute may have read a damaged page: it was repaired, run it again
+        else:
+            raise errors.UnrecoverableError(
+                f"step {step}: pages were found damaged behind each of {MAX_COMPUTES} computes; the memory cannot be trusted, the state of step {step - 1} is kept"
+            )
         grads, extras, metrics, loss, sumsq = outputs
         self.at(Phase.DECIDE, step, -1)
         self._store_packed(Point.EXTRAS, "extras", self.layout.extras, step, extras)
@@ -186,15 +191,12 @@ class Transaction:
         self._pending, self._committed_ns = step, time.monotonic_ns()
         self.at(Phase.BODY, step, -1)
 
-    def drain(self, commit: int, without: Container[int] = ()) -> None:
-        """Brings the host copy of the parity to `commit`, if it is not there yet. Before the next intent this is always done.
-
-        without: indices of pieces whose staged block is not to be used.
-        """
+    def drain(self, commit: int) -> None:
+        """Brings the host copy of the parity to `commit`, if it is not there yet. Before the next intent this is always done."""
         if self._pending != commit:
             return
         self.at(Phase.DRAIN, commit, -1)
-        self.retained.guard.drain((piece for piece in self.layout.pieces if piece.chunk is not None and piece.index not in without), commit)
+        self.retained.guard.drain((piece for piece in self.layout.pieces if piece.chunk is not None), commit)
         self._pending = None
         self.stale_ns += time.monotonic_ns() - self._committed_ns
 
@@ -209,12 +211,16 @@ class Transaction:
     def encode_all(self, commit: int) -> None:
         """Encodes every piece whose host copy is not of `commit` again, from the data. For a takeover that found stale parity."""
         guard = self.retained.guard
-        fill = self.retained.metadata.latest(Kind.LIFE)
         for piece in self.layout.pieces:
-            version = commit if piece.chunk is not None else (fill.step if fill else 0)
+            version = self.version(piece, commit)
             if guard.version(piece) != version:
                 self._encode(piece, commit)
                 guard.drain([piece], version)
+
+    def version(self, piece: Piece, commit: int) -> int:
+        """Version of a piece's data while the state is that of `commit`: read-only pieces are of the fill's for ever."""
+        fill = self.retained.metadata.latest(Kind.LIFE)
+        return commit if piece.chunk is not None or fill is None else fill.step
 
     def checksums(self, piece: Piece, commit: int) -> np.ndarray:
         """Page checksums of a piece as it is now, where `commit` leaves it: uint32[pages, 2]. Cost: reads the piece once, on all cores."""
@@ -222,7 +228,7 @@ class Transaction:
 
     def _encode(self, piece: Piece, commit: int) -> None:
         parity, checksums = self._run[programs.encode_name(piece.row_bytes // 4)](self.retained.words(piece, commit))
-        self.retained.guard.stage(piece, parity, checksums)
+        self.retained.guard.stage(piece, parity, checksums, self.version(piece, commit))
 
     def _scrub(self, commit: int) -> bool:
         """Verifies the next slice of pages against the host copy of their checksums; repairs what differs. True if anything did."""
@@ -232,19 +238,13 @@ class Transaction:
         while budget > 0:
             piece = self.layout.pieces[number]
             count = min(budget, piece.pages - page)
-            version = commit if piece.chunk is not None else guard.version(piece)
-            block = guard.block(piece, version, staged=False) if version is not None else None
-            if version is not None and block is not None:
+            block = guard.block(piece, self.version(piece, commit))
+            if block is not None:
                 address = self.layout.address(piece, commit)
                 if guard.verify(piece, address, block[1], page, count):
                     # A group reaches beyond the slice, and is repaired as a whole or not at all.
-                    suspects = guard.verify(piece, address, block[1], 0, piece.pages)
-                    lost = guard.confirm(piece, address, suspects, block[0])
-                    guard.repair(piece, address, lost, *block)
-                    damaged = damaged or bool(lost)
-                    if len(lost) < len(suspects):  # it is the block that was damaged
-                        self._encode(piece, commit)
-                        guard.drain([piece], version)
+                    guard.repair(piece, address, guard.verify(piece, address, block[1], 0, piece.pages), *block)
+                    damaged = True
             budget, page = budget - count, page + count
             if page == piece.pages:
                 number, page = (number + 1) % len(self.layout.pieces), 0

@@ -409,7 +409,7 @@ def check(variant: Variant, world: World, commit: int, padding: bool = True, met
             assert not padding or data == right, f"padding of piece {piece.index} differs"
             version = fill.step if piece.chunk is None else commit
             assert retained.guard.version(piece) == version, f"piece {piece.index}: version {retained.guard.version(piece)}, not {version}"
-            offset, _ = retained.guard.host_range(piece)
+            _, (offset, _) = retained.guard.ranges(piece)
             expected = _encoded(data, piece)
             assert not parity or process.arenas.host.view(offset, len(expected)).tobytes() == expected, (
                 f"piece {piece.index}: parity is not that of its data"

@@ -147,8 +147,8 @@ def guard(tier: str, chunk: int, begin: Callable[[Piece], int], nbytes: Callable
 
 
 def versions(v, moment) -> Ranges:
-    found = v.layout.by_name["versions"]
-    return [("host", found.offset, found.nbytes)]
+    found = v.layout.by_name["parity"]
+    return [("host", found.offset + piece.host + piece.record_offset, records.BYTES) for piece in v.layout.pieces]
 
 
 def read_only(v, moment) -> Ranges:
@@ -240,7 +240,7 @@ host parity and gradients        =     =      V      V      U     =     =     =
 host parity and staging          =     =      =      =      =     =     =     =
 """
 
-# Nobody says what is damaged: checksums must. X where a guard block is damaged so far that nobody can tell whether it or its data is wrong.
+# Nobody says what is damaged: checksums must. A guard block whose own checksums are damaged does not count.
 CORRUPTED = """
                                rest compute intent flight marks last commit drain
 parameter page, first chunk      =     =      =      =      =     =     =     =
@@ -269,14 +269,14 @@ staged parity, first chunk       =     =      =      =      =     =     =     =
 staged parity, last chunk        =     =      =      =      =     =     =     =
 staged checksums, first          =     =      =      =      =     =     =     =
 staged checksums, last           =     =      =      =      =     =     =     =
-all of staging                   =     =      =      =      X     X     X     X
+all of staging                   =     =      =      =      =     =     =     =
 host parity, first chunk         =     =      =      =      =     =     =     =
 host checksums, last chunk       =     =      =      =      =     =     =     =
-all host parity                  X     X      X      X      X     X     X     X
+all host parity                  =     =      =      =      =     =     =     =
 all parity versions              =     =      =      =      =     =     =     =
 ring                             =     =      =      =      =     =     =     =
-host parity and gradients        X     X      X      X      U     X     X     X
-host parity and staging          X     X      X      X      X     X     X     X
+host parity and gradients        =     =      V      V      U     =     =     =
+host parity and staging          =     =      =      =      =     =     =     =
 """
 # fmt: on
 
@@ -515,7 +515,7 @@ def test_marks_that_are_gone_do_not_make_a_chunk_be_applied_twice():
     """Both marks of chunk 2 damaged while chunk 1 is written over its old place: what is left of it is found out, not used."""
     v = variant("adamw")
     step, order = 2, list(v.layout.order(2))
-    with World(v.layout, picture_at(v, step, Point.STAGING, number=2 * 9)) as world:
+    with World(v.layout, picture_at(v, step, Point.STAGING, number=2 * 15)) as world:
         process = Incarnation(v, world)
         marks = sorted(record.index for record in process.retained.log.read().marks if record.step == step)
         assert marks == sorted(order[:2])

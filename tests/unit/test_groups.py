@@ -16,7 +16,6 @@ from leto_jax.config import Protection
 from leto_jax.errors import TooManyErasuresError, UnrecoverableError
 from leto_jax.faults import Moment, Point
 from leto_jax.layout import JobSpec, LeafSpec, Piece, SignatureSpec
-from leto_jax.records import Kind
 from leto_jax.rmp import checksum, reference
 from leto_jax.rmp.groups import Guard
 
@@ -69,8 +68,8 @@ class Bench:
             data.view(np.uint32).reshape(piece.pages, -1)
         )
 
-    def stage(self, piece: Piece) -> None:
-        self.guard.stage(piece, *self.encoded(piece))
+    def stage(self, piece: Piece, version: int = 0) -> None:
+        self.guard.stage(piece, *self.encoded(piece), version)
 
     def hurt(self, piece: Piece, pages: list[int], seed: int = 1) -> None:
         for page in pages:
@@ -100,26 +99,63 @@ def test_a_block_counts_in_the_tier_that_has_its_version(bench):
     piece = bench.layout.pieces[1]
     parity, sums = bench.encoded(piece)
     assert bench.guard.version(piece) is None
-    assert bench.guard.block(piece, 0, staged=False) is None
-    for staged in (True, False):
-        if not staged:
+    for drained in (False, True):
+        if drained:
             bench.guard.drain([piece], 0)
-        found = bench.guard.block(piece, 0, staged)
+            bench.guard.invalidate(piece, staged=True, host=False)
+        found = bench.guard.block(piece, 0)
         assert found is not None
         assert np.array_equal(found[0], parity)
         assert np.array_equal(found[1], sums)
         assert not found[0].flags.writeable
         assert not found[1].flags.writeable
+        assert bench.guard.block(piece, 1) is None
     assert bench.guard.version(piece) == 0
-    assert bench.guard.block(piece, 1, staged=False) is None
-    # The host copy goes first: staging may hold a later block already.
+    # Staging may hold a later block already; the two do not get in each other's way.
     bench.hurt(piece, [0])
-    bench.stage(piece)
-    block = bench.guard.block(piece, 0, staged=True)
-    assert block is not None
-    assert np.array_equal(block[1], sums)
-    bench.guard.invalidate(piece)
+    bench.stage(piece, 1)
+    for version, want in ((0, sums), (1, bench.encoded(piece)[1])):
+        block = bench.guard.block(piece, version)
+        assert block is not None
+        assert np.array_equal(block[1], want)
+    bench.guard.invalidate(piece, staged=False, host=True)
     assert bench.guard.version(piece) is None
+    assert bench.guard.block(piece, 0) is None
+    assert bench.guard.block(piece, 1) is not None
+
+
+def test_only_the_version_that_is_asked_for_is_drained(bench):
+    first, second = bench.layout.pieces[:2]
+    bench.stage(second, 1)
+    bench.guard.drain([first, second], 0)
+    assert (bench.guard.version(first), bench.guard.version(second)) == (0, None)
+
+
+@pytest.mark.parametrize("moment", list(Moment))
+def test_a_block_that_is_staged_only_in_part_does_not_count(bench, moment):
+    piece = bench.layout.pieces[0]
+    old = bench.encoded(piece)
+    bench.hurt(piece, [3])
+    new = bench.encoded(piece)
+    for stop in itertools.count():
+        bench.guard.stage(piece, *old, 0)
+        seen = itertools.count()
+
+        def hook(point, when, nbytes, seen=seen, stop=stop):
+            if when is moment and next(seen) == stop:
+                raise Stop
+            return True
+
+        try:
+            with faults.armed(hook):
+                bench.guard.stage(piece, *new, 7)
+            break
+        except Stop:
+            pass
+        for version, want in ((0, old), (7, new)):
+            block = bench.guard.block(piece, version)
+            assert block is None or all(np.array_equal(a, b) for a, b in zip(block, want, strict=True)), (stop, version)
+    assert stop == 5, "void, two parity rows, checksums, record"
 
 
 @pytest.mark.parametrize("moment", list(Moment))
@@ -129,7 +165,7 @@ def test_a_drain_that_is_cut_short_never_shows_a_version_that_is_not_there(bench
     old = {piece.index: bench.encoded(piece) for piece in pieces}
     for piece in pieces:
         bench.hurt(piece, [3])
-        bench.stage(piece)
+        bench.stage(piece, 7)
     new = {piece.index: bench.encoded(piece) for piece in pieces}
     before = bench.host.view(0, bench.host.nbytes).copy()
     met = set()
@@ -153,7 +189,7 @@ def test_a_drain_that_is_cut_short_never_shows_a_version_that_is_not_there(bench
             version = after.version(piece)
             met.add(version)
             if version is not None:
-                block = after.block(piece, version, staged=False)
+                block = after.block(piece, version)
                 assert block is not None
                 want = {0: old, 7: new}[version][piece.index]
                 assert all(np.array_equal(a, b) for a, b in zip(block, want, strict=True)), (stop, version)
@@ -166,19 +202,22 @@ def test_a_drain_that_is_cut_short_never_shows_a_version_that_is_not_there(bench
     assert met == {None, 0, 7}
 
 
-def test_a_damaged_version_record_shows_no_version_or_the_right_one(bench):
+def test_a_damaged_record_or_checksum_shows_no_block(bench):
+    """Every bit of the record, and of the checksums that it vouches for."""
     piece = bench.layout.pieces[0]
-    place = bench.layout.by_name["versions"].offset
-    for version in range(4):
-        bench.guard.drain([piece], version)
-        before = bench.host.view(place, 128).copy()
-        for bit in range(0, 1024, 37):
+    bench.guard.drain([piece], 0)
+    bench.guard.invalidate(piece, staged=True, host=False)
+    (_, _), (base, _) = bench.guard.ranges(piece)
+    for begin, nbytes, stride in ((base + piece.record_offset, 64, 1), (base + piece.parity_bytes, 8 * piece.pages, 7)):
+        before = bench.host.view(begin, nbytes).copy()
+        for bit in range(0, 8 * nbytes, stride):
             damaged = before.copy()
             damaged[bit // 8] ^= 1 << bit % 8
-            bench.host.damage(place, damaged)
-            assert bench.guard.version(piece) in (None, version)
-        bench.host.damage(place, before)
-    assert bench.host.record(place, Kind.VERSION) is not None
+            bench.host.damage(begin, damaged)
+            assert bench.guard.version(piece) is None
+            assert bench.guard.block(piece, 0) is None
+        bench.host.damage(begin, before)
+    assert bench.guard.version(piece) == 0
 
 
 # Finding and repairing ------------------------------------------------------------------------------------------------------------------
@@ -205,7 +244,6 @@ def test_every_set_of_lost_pages_that_parity_can_rebuild(parity):
                 lost = sorted(page for column in columns for page in pages(piece, column, rows))
                 bench.hurt(piece, lost)
                 assert bench.guard.verify(piece, bench.address(piece), block[1], 0, piece.pages) == lost
-                assert bench.guard.confirm(piece, bench.address(piece), lost, block[0]) == lost
                 assert bench.guard.repair(piece, bench.address(piece), lost, *block) == len(lost)
                 assert np.array_equal(bench.data(piece), before)
     bench.close()
@@ -252,22 +290,18 @@ def test_with_no_parity_to_spare_a_damaged_row_is_an_error_that_says_so():
         bench.close()
 
 
-def test_damaged_checksums_are_told_from_damaged_data(bench):
+def test_two_pages_of_a_group_damaged_alike_are_damaged(bench):
+    """XOR parity agrees with them; their checksums do not, and those are vouched for."""
     piece = bench.layout.pieces[0]
-    parity, sums = bench.encoded(piece)
-    wrong = sums.copy()
-    wrong[[0, 2, 5]] ^= 77  # rows 0, 1, 2; columns 0, 0, 1
-    suspects = bench.guard.verify(piece, bench.address(piece), wrong, 0, piece.pages)
-    assert suspects == [0, 2, 5]
-    assert bench.guard.confirm(piece, bench.address(piece), suspects, parity) == []
-    # One of two parity rows is enough to vouch for the data.
-    half = parity.copy()
-    half[0] = 0
-    assert bench.guard.confirm(piece, bench.address(piece), suspects, half) == []
-    assert bench.guard.confirm(piece, bench.address(piece), suspects, np.zeros_like(parity)) == suspects
-    # A page that is really damaged is confirmed, in its group only.
-    bench.hurt(piece, [5])
-    assert bench.guard.confirm(piece, bench.address(piece), suspects, parity) == [5]
+    before, block = bench.data(piece), bench.encoded(piece)
+    for page in pages(piece, 1, (0, 2)):
+        offset = bench.address(piece) + page * PAGE
+        bench.device.damage(offset, bench.device.view(offset, PAGE) ^ np.uint8(77))
+    assert reference.verify(bench.data(piece).reshape(ROWS, -1), block[0])[0]
+    lost = bench.guard.verify(piece, bench.address(piece), block[1], 0, piece.pages)
+    assert lost == pages(piece, 1, (0, 2))
+    bench.guard.repair(piece, bench.address(piece), lost, *block)
+    assert np.array_equal(bench.data(piece), before)
 
 
 def test_a_repair_that_dies_is_repeated(bench):
@@ -296,7 +330,7 @@ def test_read_only_pieces_are_guarded_like_any_other(bench):
     piece = bench.layout.read_only_pieces[0]
     bench.guard.drain([piece], 0)
     before = bench.data(piece)
-    block = bench.guard.block(piece, 0, staged=False)
+    block = bench.guard.block(piece, 0)
     assert block is not None
     bench.hurt(piece, [0, piece.pages - 1])
     lost = bench.guard.verify(piece, bench.address(piece), block[1], 0, piece.pages)

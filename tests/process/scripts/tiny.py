@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import itertools
 import os
+import socket
 import subprocess
 import sys
 import threading
@@ -120,7 +121,10 @@ def main() -> None:
         time.sleep(600 if args.no_session == "wait" else 0)
         return
     if args.distributed:
-        jax.distributed.initialize("localhost:0", num_processes=1, process_id=0)
+        with socket.socket() as free:
+            free.bind(("localhost", 0))
+            port = free.getsockname()[1]
+        jax.distributed.initialize(f"localhost:{port}", num_processes=1, process_id=0)
     if args.workers:
         start_workers()
     init, loss_fn = model(args.width, args.frozen_gib)
