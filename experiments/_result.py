@@ -88,7 +88,9 @@ def write_result(
     """
     unknown = sorted(set(values) - set(TARGETS.get(name, {})))
     if unknown:
-        raise KeyError(f"{name}: expected values for {', '.join(TARGETS.get(name, {}))}, found {', '.join(unknown)}; add a limit to targets.py")
+        raise KeyError(
+            f"{name}: expected values for {', '.join(TARGETS.get(name, {}))}, found {', '.join(unknown)}; add a limit to targets.py"
+        )
     nested = [key for row in rows for key, value in row.items() if isinstance(value, dict | list | tuple)]
     if nested:
         raise TypeError(f"{name}: expected flat rows, found nested values under {', '.join(sorted(set(nested)))}")

@@ -13,6 +13,7 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import ctypes.util
+import functools
 import os
 import signal
 import statistics
@@ -49,7 +50,9 @@ PHASES = ("compute", "decide", "update", "commit", "drain")
 
 def step_times(rounds: int, seed: int) -> dict[str, Any]:
     """Seconds of a plain and of a protected step, measured in turn: plain, protected, plain, ... ratio: median of the pairs' ratios."""
-    init, loss_fn = leto.flax.nnx(lambda rngs: train_lm.ByteLM(SHAPE["width"], SHAPE["depth"], SHAPE["heads"], SHAPE["context"], 0.1, rngs=rngs), train_lm.loss)
+    init, loss_fn = leto.flax.nnx(
+        lambda rngs: train_lm.ByteLM(SHAPE["width"], SHAPE["depth"], SHAPE["heads"], SHAPE["context"], 0.1, rngs=rngs), train_lm.loss
+    )
     tx = train_lm.optimizer(1000, 1e-3)
     batches = train_lm.windows(train_lm.read_corpus(), SHAPE["batch"], SHAPE["context"], seed)
     key = jax.random.key(seed)
@@ -87,7 +90,7 @@ def step_times(rounds: int, seed: int) -> dict[str, Any]:
         begin = time.perf_counter()
         transaction.step(step, [batch], key_data)
         protected_secs.append(time.perf_counter() - begin)
-        phases = dict((name, at) for at, name in reversed(marks))
+        phases = {name: at for at, name in reversed(marks)}
         update_secs.append(phases["body"] - phases["update"])
     skip = 2  # the first steps pay for first touches of memory
     ratios = [b / a for a, b in zip(plain_secs[skip:], protected_secs[skip:], strict=True)]
@@ -112,11 +115,23 @@ def encode_rates(seed: int, mib: int = 64) -> list[dict[str, Any]]:
         words = np.random.default_rng(seed).integers(0, 2**32, (data_rows, mib * 2**20 // 4 // data_rows), np.uint32)
         data = jax.device_put(words)
         encode = jax.jit(lambda x, h=parity_rows: codec.encode(x, h))
-        rows.append({"codec": "xla", "threads": os.cpu_count(), "data_rows": data_rows, "parity_rows": parity_rows, **_rate(lambda: jax.block_until_ready(encode(data)), words.nbytes)})
+        rows.append(
+            {
+                "codec": "xla",
+                "threads": os.cpu_count(),
+                "data_rows": data_rows,
+                "parity_rows": parity_rows,
+                **_rate(functools.partial(_encode_and_wait, encode, data), words.nbytes),
+            }
+        )
         other = _isal(words, parity_rows)
         if other is not None:
             rows.append({"codec": "isa-l", "threads": 1, "data_rows": data_rows, "parity_rows": parity_rows, **_rate(other, words.nbytes)})
     return rows
+
+
+def _encode_and_wait(encode: Callable, data: jax.Array) -> None:
+    jax.block_until_ready(encode(data))
 
 
 def _rate(function: Callable[[], Any], nbytes: int, runs: int = 15) -> dict[str, float]:
@@ -148,7 +163,9 @@ def _isal(words: np.ndarray, parity_rows: int) -> Callable[[], None] | None:
 
     run()
     expected = jax.jit(lambda x: codec.encode(x, parity_rows))(words)
-    assert all(np.array_equal(np.asarray(row).view(np.uint8), found) for row, found in zip(expected, out, strict=True)), "ISA-L and XLA disagree"
+    assert all(np.array_equal(np.asarray(row).view(np.uint8), found) for row, found in zip(expected, out, strict=True)), (
+        "ISA-L and XLA disagree"
+    )
     return run
 
 
@@ -156,11 +173,30 @@ def takeovers(kills: int, seed: int) -> list[dict[str, Any]]:
     """Kills a protected run of train_lm `kills` times, each as soon as a shadow is ready, and reads its journal."""
     job = f"bench-{uuid.uuid4().hex[:8]}"
     options = [item for name, value in SHAPE.items() for item in (f"--{name}", str(value))]
-    command = [sys.executable, "-m", "leto_jax.cli", "run", "--job", job, str(Path(train_lm.__file__)), *options, "--steps", "100000", "--seed", str(seed)]
+    command = [
+        sys.executable,
+        "-m",
+        "leto_jax.cli",
+        "run",
+        "--job",
+        job,
+        str(Path(train_lm.__file__)),
+        *options,
+        "--steps",
+        "100000",
+        "--seed",
+        str(seed),
+    ]
     with subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL) as process:
         try:
             for number in range(kills):
-                message = {"op": "inject", "kind": "sigkill", "phase": PHASES[number % len(PHASES)], "when_ready": True, "deadline_secs": 180}
+                message = {
+                    "op": "inject",
+                    "kind": "sigkill",
+                    "phase": PHASES[number % len(PHASES)],
+                    "when_ready": True,
+                    "deadline_secs": 180,
+                }
                 _ask_when_up(job, message, process)
                 print(f"takeover {number + 1}/{kills}: killed in {message['phase']}", file=sys.stderr, flush=True)
             _wait_for_takeovers(job, kills)
@@ -195,7 +231,15 @@ def _wait_for_takeovers(job: str, kills: int, deadline_secs: float = 60.0) -> No
     raise TimeoutError(f"expected {kills} takeovers in the journal of {job}, found fewer")
 
 
-STAGES = (("detect", "#8c8c8c"), ("fence", "#c44e52"), ("attach", "#dd8452"), ("verify", "#ccb974"), ("roll_forward", "#55a868"), ("data", "#64b5cd"), ("first_step", "#4c72b0"))
+STAGES = (
+    ("detect", "#8c8c8c"),
+    ("fence", "#c44e52"),
+    ("attach", "#dd8452"),
+    ("verify", "#ccb974"),
+    ("roll_forward", "#55a868"),
+    ("data", "#64b5cd"),
+    ("first_step", "#4c72b0"),
+)
 
 
 def draw(found: list[dict[str, Any]], plain_step_secs: float, path: Path) -> None:
@@ -231,13 +275,23 @@ def main(
     jax.config.update("jax_platforms", "cpu")
     commit = git_commit()
     steps = step_times(rounds, seed)
-    print(f"protected / plain step: {steps['protected_over_plain']:.3f} ({steps['protected_step_secs']:.3f} s / {steps['plain_step_secs']:.3f} s)", file=sys.stderr, flush=True)
+    print(
+        f"protected / plain step: {steps['protected_over_plain']:.3f} ({steps['protected_step_secs']:.3f} s / {steps['plain_step_secs']:.3f} s)",
+        file=sys.stderr,
+        flush=True,
+    )
     rates = encode_rates(seed)
     found = takeovers(kills, seed)
     rows: list[dict[str, Any]] = [{"part": "step", **steps}, *({"part": "encode", **row} for row in rates)]
     for item in found:
         stages = {f"{name}_secs": value for name, value in item["stages"].items()}
-        rows.append({"part": "takeover", **{key: item[key] for key in ("kind", "phase", "step", "takeover_secs", "lost_steps", "compiles")}, **stages})
+        rows.append(
+            {
+                "part": "takeover",
+                **{key: item[key] for key in ("kind", "phase", "step", "takeover_secs", "lost_steps", "compiles")},
+                **stages,
+            }
+        )
     path = write_result(
         "bench_cpu",
         None,

@@ -17,7 +17,9 @@ import typer
 from leto_jax import errors
 from leto_jax.config import Deadlines, state_root
 
-app = typer.Typer(name="leto", no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False, help="Fault tolerance for JAX training.")
+app = typer.Typer(
+    name="leto", no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False, help="Fault tolerance for JAX training."
+)
 STOP_SECS = 60.0
 Job = Annotated[str | None, typer.Option("--job", help="Name of the job; by default the only running one.")]
 AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON object.")]
@@ -45,15 +47,30 @@ def run(
     nnodes: Annotated[int, typer.Option("--nnodes", hidden=True)] = 1,
     rdzv_endpoint: Annotated[str | None, typer.Option("--rdzv-endpoint", hidden=True)] = None,
     max_restarts: Annotated[int | None, typer.Option("--max-restarts", help="Give up after so many restarts; no limit by default.")] = None,
-    max_restarts_without_progress: Annotated[int, typer.Option("--max-restarts-without-progress", help="Give up after so many restarts that led to the same failure at the same step.")] = 3,
+    max_restarts_without_progress: Annotated[
+        int,
+        typer.Option(
+            "--max-restarts-without-progress", help="Give up after so many restarts that led to the same failure at the same step."
+        ),
+    ] = 3,
     shadow_level: Annotated[str, typer.Option("--shadow-level", help="auto, 3 (everything loaded) or 0 (no shadow).")] = "auto",
-    deterministic: Annotated[bool, typer.Option("--deterministic", help="Set XLA flags that make GPU programs repeatable; CPU programs are.")] = False,
+    deterministic: Annotated[
+        bool, typer.Option("--deterministic", help="Set XLA flags that make GPU programs repeatable; CPU programs are.")
+    ] = False,
     plan: Annotated[bool, typer.Option("--plan", help="Print the memory plan and stop before anything is allocated.")] = False,
     debug: Annotated[bool, typer.Option("--debug", help="No shadow, no watchdog; the terminal belongs to the script.")] = False,
-    orphan_timeout_secs: Annotated[float, typer.Option("--orphan-timeout-secs", help="How long the state is kept without an agent.")] = Deadlines.orphan_timeout,
-    body_timeout_secs: Annotated[float, typer.Option("--body-timeout-secs", help="Limit for a loop body outside of a section.")] = Deadlines.body,
-    hang_floor_secs: Annotated[float, typer.Option("--hang-floor-secs", help="A step is never called hung before this.")] = Deadlines.hang_floor,
-    init_timeout_secs: Annotated[float, typer.Option("--init-timeout-secs", help="Limit until the script enters its session.")] = Deadlines.init,
+    orphan_timeout_secs: Annotated[
+        float, typer.Option("--orphan-timeout-secs", help="How long the state is kept without an agent.")
+    ] = Deadlines.orphan_timeout,
+    body_timeout_secs: Annotated[
+        float, typer.Option("--body-timeout-secs", help="Limit for a loop body outside of a section.")
+    ] = Deadlines.body,
+    hang_floor_secs: Annotated[
+        float, typer.Option("--hang-floor-secs", help="A step is never called hung before this.")
+    ] = Deadlines.hang_floor,
+    init_timeout_secs: Annotated[
+        float, typer.Option("--init-timeout-secs", help="Limit until the script enters its session.")
+    ] = Deadlines.init,
 ) -> None:
     """Trains SCRIPT protected: retained state, parity, and a prewarmed shadow."""
     from leto_jax.agent.agent import Agent, Settings
@@ -68,7 +85,12 @@ def run(
         _later(f"--shadow-level {shadow_level}", "levels are auto, 3 and 0 on the CPU; the others come with the many-ranks issue")
     if max_restarts_without_progress < 1 or (max_restarts is not None and max_restarts < 0):
         raise errors.UsageError("--max-restarts: expected 0 or more, --max-restarts-without-progress: expected 1 or more")
-    for name, value in [("--orphan-timeout-secs", orphan_timeout_secs), ("--body-timeout-secs", body_timeout_secs), ("--hang-floor-secs", hang_floor_secs), ("--init-timeout-secs", init_timeout_secs)]:
+    for name, value in [
+        ("--orphan-timeout-secs", orphan_timeout_secs),
+        ("--body-timeout-secs", body_timeout_secs),
+        ("--hang-floor-secs", hang_floor_secs),
+        ("--init-timeout-secs", init_timeout_secs),
+    ]:
         if not value > 0:
             raise errors.UsageError(f"{name}: expected a positive number of seconds, found {value}")
     path = Path(script)
@@ -98,7 +120,9 @@ def _plan(script: str, arguments: list[str], job: str) -> int:
     from leto_jax.config import Process
 
     process = Process(job, "plan", 0, Path("/nonexistent"), 0, Path("/nonexistent"))
-    return subprocess.run([sys.executable, "-m", "leto_jax.shadow.child", script, *arguments], env={**os.environ, **process.environ()}, check=False).returncode
+    return subprocess.run(
+        [sys.executable, "-m", "leto_jax.shadow.child", script, *arguments], env={**os.environ, **process.environ()}, check=False
+    ).returncode
 
 
 @app.command()
@@ -148,12 +172,18 @@ def status(job: Job = None, json: AsJson = False) -> None:
         return
     limit = found.get("hang_deadline_secs")
     title = f"{found['job']}: {found['state']}, step {found['step']} of {found.get('steps')}, {found['restarts']} restarts"
-    _table(title + (f", a step is hung after {limit:.1f} s" if limit else ""), ["rank", "pid", "role", "phase", "level", "step"], found["ranks"])
+    _table(
+        title + (f", a step is hung after {limit:.1f} s" if limit else ""),
+        ["rank", "pid", "role", "phase", "level", "step"],
+        found["ranks"],
+    )
 
 
 @app.command()
 def inject(
-    kind: Annotated[str, typer.Option("--kind", help="sigkill, sigstop, exception, spin, oom, exit, page_loss, page_corruption.")] = "sigkill",
+    kind: Annotated[
+        str, typer.Option("--kind", help="sigkill, sigstop, exception, spin, oom, exit, page_loss, page_corruption.")
+    ] = "sigkill",
     phase: Annotated[str, typer.Option("--phase", help="compute, decide, update, commit, drain, takeover or body.")] = "compute",
     step: Annotated[int | None, typer.Option("--step", help="At this step; by default the next one.")] = None,
     chunk: Annotated[int | None, typer.Option("--chunk", help="Phase update: when so many chunks carry their mark.")] = None,
@@ -230,7 +260,9 @@ def doctor(json: AsJson = False) -> None:
 def demo(
     quick: Annotated[bool, typer.Option("--quick", help="Three failures, under 75 s.")] = False,
     json: Annotated[Path | None, typer.Option("--json", help="Write the result to this file.")] = None,
-    self_check: Annotated[bool, typer.Option("--self-check", help="Flip one bit of the result before the verdict: must end with exit code 4.")] = False,
+    self_check: Annotated[
+        bool, typer.Option("--self-check", help="Flip one bit of the result before the verdict: must end with exit code 4.")
+    ] = False,
 ) -> None:
     """Trains a language model twice, once without failures and once with, and compares every bit."""
     from leto_jax import demo as demos

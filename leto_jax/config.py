@@ -89,7 +89,9 @@ class Process:
             return None
         if len(found) != len(names):
             missing = ", ".join(sorted(set(names) - set(found)))
-            raise errors.UsageError(f"expected all of {', '.join(names)} (set by `leto run`), found none for {missing}; unset them or use `leto run`")
+            raise errors.UsageError(
+                f"expected all of {', '.join(names)} (set by `leto run`), found none for {missing}; unset them or use `leto run`"
+            )
         if found["LETO_ROLE"] not in ("trainer", "shadow", "plan"):
             raise errors.UsageError(f"LETO_ROLE: expected 'trainer', 'shadow' or 'plan', found {found['LETO_ROLE']!r}")
         return Process(

@@ -62,9 +62,17 @@ class Plan:
     deadline_secs: float
 
 
-FULL = Plan(FAULTS, ("--width", "256", "--depth", "4", "--heads", "4", "--context", "128", "--batch", "8", "--steps", "100", "--log-every", "1"), 1.0, 480.0)
+FULL = Plan(
+    FAULTS,
+    ("--width", "256", "--depth", "4", "--heads", "4", "--context", "128", "--batch", "8", "--steps", "100", "--log-every", "1"),
+    1.0,
+    480.0,
+)
 QUICK = Plan(
-    (FAULTS[0], FAULTS[1], FAULTS[2]), ("--width", "128", "--depth", "2", "--heads", "4", "--context", "64", "--batch", "8", "--steps", "60", "--log-every", "1"), 1.0, 240.0
+    (FAULTS[0], FAULTS[1], FAULTS[2]),
+    ("--width", "128", "--depth", "2", "--heads", "4", "--context", "64", "--batch", "8", "--steps", "60", "--log-every", "1"),
+    1.0,
+    240.0,
 )
 
 
@@ -75,9 +83,16 @@ def main(quick: bool, json_file: Path | None, self_check: bool) -> int:
     plan, console = (QUICK if quick else FULL), Console(stderr=True, highlight=False)
     end = time.monotonic() + plan.deadline_secs
     job = f"demo-{uuid.uuid4().hex[:8]}"
-    with tempfile.TemporaryDirectory(prefix="leto-demo-") as directory, Progress(
-        TextColumn("{task.description:<52}"), BarColumn(), TextColumn("{task.completed:.0f}/{task.total:.0f}"), TimeElapsedColumn(), console=console
-    ) as progress:
+    with (
+        tempfile.TemporaryDirectory(prefix="leto-demo-") as directory,
+        Progress(
+            TextColumn("{task.description:<52}"),
+            BarColumn(),
+            TextColumn("{task.completed:.0f}/{task.total:.0f}"),
+            TimeElapsedColumn(),
+            console=console,
+        ) as progress,
+    ):
         steps = int(plan.arguments[plan.arguments.index("--steps") + 1])
         alone_json = Path(directory) / "alone.json"
         reference = _alone(plan, alone_json, progress, steps, end)
@@ -90,7 +105,10 @@ def main(quick: bool, json_file: Path | None, self_check: bool) -> int:
         losses = _losses(protected)
         losses[max(losses)] = _flip(losses[max(losses)])
         identical = identical and losses == _losses(reference)
-    failures = [{key: item[key] for key in ("kind", "phase", "step", "takeover_secs", "detect_secs", "stages", "lost_steps")} for item in summary["takeovers"]]
+    failures = [
+        {key: item[key] for key in ("kind", "phase", "step", "takeover_secs", "detect_secs", "stages", "lost_steps")}
+        for item in summary["takeovers"]
+    ]
     result: dict[str, Any] = {
         "bit_identical": identical and len(failures) == len(plan.faults),
         "steps": steps,
@@ -98,7 +116,8 @@ def main(quick: bool, json_file: Path | None, self_check: bool) -> int:
         "goodput": summary["goodput"],
         "compiles_at_takeover": max((item["compiles"] for item in summary["takeovers"]), default=0),
         "plain_step_secs": plain,
-        "versions": {name: importlib.metadata.version(name) for name in ("leto_jax", "jax", "jaxlib", "flax", "optax", "numpy")} | {"python": sys.version.split()[0]},
+        "versions": {name: importlib.metadata.version(name) for name in ("leto_jax", "jax", "jaxlib", "flax", "optax", "numpy")}
+        | {"python": sys.version.split()[0]},
     }
     if json_file is not None:
         json_file.write_text(json.dumps(result, indent=2) + "\n")
@@ -110,7 +129,9 @@ def _alone(plan: Plan, json_file: Path, progress: Progress, steps: int, end: flo
     """The reference: the script by itself, in a process of its own."""
     task = progress.add_task("reference run, nothing fails", total=steps)
     command = [sys.executable, str(SCRIPT), *plan.arguments, "--json", str(json_file)]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env={**os.environ, "PYTHONUNBUFFERED": "1"}) as process:
+    with subprocess.Popen(
+        command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env={**os.environ, "PYTHONUNBUFFERED": "1"}
+    ) as process:
         assert process.stdout is not None
         assert process.stderr is not None
         lines = []
@@ -211,22 +232,48 @@ def _show(console: Console, plan: Plan, result: dict[str, Any], reference: str, 
     from rich.table import Table
 
     table = Table(title=f"failures of job {job} (seconds)", title_justify="left")
-    for column in ("failure", "after commit", "detect", "fence", "attach", "verify", "roll forward", "first step", "takeover", "lost steps"):
+    for column in (
+        "failure",
+        "after commit",
+        "detect",
+        "fence",
+        "attach",
+        "verify",
+        "roll forward",
+        "first step",
+        "takeover",
+        "lost steps",
+    ):
         table.add_column(column, justify="left" if column == "failure" else "right")
     for fault, item in zip(plan.faults, result["failures"], strict=False):
         stages = item["stages"]
         cells = [f"{stages.get(name, 0.0):.3f}" for name in ("fence", "attach", "verify", "roll_forward", "first_step")]
-        table.add_row(fault.title, str(item["step"]), f"{item['detect_secs']:.3f}", *cells, f"[bold]{item['takeover_secs']:.3f}[/]", str(item["lost_steps"]))
+        table.add_row(
+            fault.title,
+            str(item["step"]),
+            f"{item['detect_secs']:.3f}",
+            *cells,
+            f"[bold]{item['takeover_secs']:.3f}[/]",
+            str(item["lost_steps"]),
+        )
     Console(width=None if sys.stdout.isatty() else 170).print(table)
     for fault, item in zip(plan.faults, result["failures"], strict=False):
         print(f"{fault.title[:44]:<44} {_timeline(item)}")
-    print(f"a takeover is counted from the failure (of a hang: from its detection) to the end of the first step after it, minus one plain step ({result['plain_step_secs']:.3f} s)")
+    print(
+        f"a takeover is counted from the failure (of a hang: from its detection) to the end of the first step after it, minus one plain step ({result['plain_step_secs']:.3f} s)"
+    )
     verdict = "bit-identical" if result["bit_identical"] else "NOT bit-identical"
     note = "  (self-check: one bit was flipped on purpose)" if self_check else ""
-    print(f"reference  {' '.join(_final(reference))}\nprotected  {' '.join(_final(protected))}\nverdict: losses and final state are {verdict} after {len(result['failures'])} failures{note}")
+    print(
+        f"reference  {' '.join(_final(reference))}\nprotected  {' '.join(_final(protected))}\nverdict: losses and final state are {verdict} after {len(result['failures'])} failures{note}"
+    )
 
 
 def _timeline(item: dict[str, Any], secs_per_cell: float = 0.02) -> str:
     """Stages of one takeover as letters, one for every 20 ms: D detect, F fence, A attach, V verify, R roll forward, S first step."""
     names = (("detect", "D"), ("fence", "F"), ("attach", "A"), ("verify", "V"), ("roll_forward", "R"), ("first_step", "S"))
-    return "|" + "".join(letter * max(1, round(item["stages"].get(name, 0.0) / secs_per_cell)) for name, letter in names) + f"| {item['takeover_secs']:.3f} s"
+    return (
+        "|"
+        + "".join(letter * max(1, round(item["stages"].get(name, 0.0) / secs_per_cell)) for name, letter in names)
+        + f"| {item['takeover_secs']:.3f} s"
+    )

@@ -81,10 +81,14 @@ def item_bytes(dtype: str) -> int:
 
 def check_leaves(leaves: Sequence[LeafSpec]) -> None:
     """Refuses what cannot be retained. Collects every bad leaf and raises once (LayoutError)."""
-    bad = [f"  {leaf.describe()} lives in {leaf.memory_kind!r}" for leaf in leaves if leaf.memory_kind not in ("device", "unpinned_host", "")]
+    bad = [
+        f"  {leaf.describe()} lives in {leaf.memory_kind!r}" for leaf in leaves if leaf.memory_kind not in ("device", "unpinned_host", "")
+    ]
     if bad:
         raise errors.LayoutError(
-            "expected leaves in device memory, found leaves in host memory:\n" + "\n".join(bad) + "\nmove them with jax.device_put, or keep them out of the state"
+            "expected leaves in device memory, found leaves in host memory:\n"
+            + "\n".join(bad)
+            + "\nmove them with jax.device_put, or keep them out of the state"
         )
 
 
@@ -248,7 +252,7 @@ class JobSpec:
     metrics: tuple[LeafSpec, ...]
     batch: tuple[LeafSpec, ...]
     loose_grads: tuple[LeafSpec, ...] = ()
-    protection: Protection = Protection()
+    protection: Protection = dataclasses.field(default_factory=Protection)
     ring_batch_limit: int = 16 << 20
     ring_iterator_bytes: int = 1 << 16
 
@@ -315,7 +319,9 @@ class Layout:
         lanes: dict[str, int] = {}
         for signature in self.signatures:
             for lane in signature.lanes:
-                label = {"param": "parameters", "compute": "compute copy"}.get(lane.kind) or ("companions" if lane.kind.startswith("companion") else "optimizer state")
+                label = {"param": "parameters", "compute": "compute copy"}.get(lane.kind) or (
+                    "companions" if lane.kind.startswith("companion") else "optimizer state"
+                )
                 lanes[label] = lanes.get(label, 0) + lane.elements * lane.item_bytes
         gap = sum(lane.gap * lane.item_bytes for signature in self.signatures for lane in signature.lanes)
         total, rows, size = self.spec.protection.data_rows, self.spec.protection.parity_rows, lambda name: self.by_name[name].nbytes
@@ -325,7 +331,11 @@ class Layout:
             ("gap", gap, "device arena; one chunk per lane"),
             ("gradient buffer", size("gradients"), "device arena"),
             ("staging", size("staging"), f"device arena; parity {rows}/{total} of the state"),
-            ("extras, scalars, metrics", sum(size(f"{name}{i}") for name in ("extras", "scalars", "metrics") for i in (0, 1)), "device arena; two copies"),
+            (
+                "extras, scalars, metrics",
+                sum(size(f"{name}{i}") for name in ("extras", "scalars", "metrics") for i in (0, 1)),
+                "device arena; two copies",
+            ),
             ("log", size("log0") + size("log1"), "device arena; two copies"),
             ("parity", size("parity"), "host arena"),
             ("ring", size("ring"), "host arena"),
@@ -353,7 +363,11 @@ def plan(spec: JobSpec) -> Layout:
     for copy in (0, 1):
         device.add(f"log{copy}", RECORD_BYTES * (6 + 2 * count))
     scalars = Packed((*spec.shared, *spec.values, LeafSpec("['grad_sums']", (count,), "uint32"), *_VERDICT))
-    extras, metrics, read_only = Packed(spec.extras), Packed(spec.metrics), Packed((*(spec.params[i] for i in spec.read_only), *spec.constants))
+    extras, metrics, read_only = (
+        Packed(spec.extras),
+        Packed(spec.metrics),
+        Packed((*(spec.params[i] for i in spec.read_only), *spec.constants)),
+    )
     for name, packed in [("scalars", scalars), ("extras", extras), ("metrics", metrics)]:
         for copy in (0, 1):
             device.add(f"{name}{copy}", packed.nbytes)
@@ -426,7 +440,8 @@ class _Regions:
     """Hands out page-aligned ranges of one arena, in order."""
 
     def __init__(self, arena: str, page_bytes: int):
-        self.arena, self.page_bytes, self.end, self.regions = arena, page_bytes, 0, []
+        self.arena, self.page_bytes, self.end = arena, page_bytes, 0
+        self.regions: list[Region] = []
 
     def take(self, nbytes: int) -> int:
         start = self.end
@@ -482,7 +497,9 @@ def _cut(sig: SignatureSpec, protection: Protection, first: int) -> tuple[tuple[
 
 def to_bytes(layout: Layout) -> bytes:
     """The layout's spec as canonical JSON; `from_bytes` plans it again, so the two can never disagree."""
-    return json.dumps({"magic": "leto-layout", "version": FORMAT_VERSION, "spec": dataclasses.asdict(layout.spec)}, sort_keys=True, separators=(",", ":")).encode()
+    return json.dumps(
+        {"magic": "leto-layout", "version": FORMAT_VERSION, "spec": dataclasses.asdict(layout.spec)}, sort_keys=True, separators=(",", ":")
+    ).encode()
 
 
 def from_bytes(data: bytes) -> Layout:
@@ -495,7 +512,10 @@ def from_bytes(data: bytes) -> Layout:
         leaves = lambda items: tuple(LeafSpec(**{**item, "shape": tuple(item["shape"])}) for item in items)
         return plan(
             JobSpec(
-                **{name: leaves(raw[name]) for name in ("params", "constants", "shared", "values", "extras", "metrics", "batch", "loose_grads")},
+                **{
+                    name: leaves(raw[name])
+                    for name in ("params", "constants", "shared", "values", "extras", "metrics", "batch", "loose_grads")
+                },
                 read_only=tuple(raw["read_only"]),
                 signatures=tuple(
                     SignatureSpec(
@@ -517,7 +537,9 @@ def from_bytes(data: bytes) -> Layout:
     except errors.RecordError:
         raise
     except (KeyError, TypeError, ValueError, AttributeError, IndexError) as exception:
-        raise errors.RecordError(f"layout: expected the bytes that layout.to_bytes wrote, found {data[:40]!r}... ({exception})") from exception
+        raise errors.RecordError(
+            f"layout: expected the bytes that layout.to_bytes wrote, found {data[:40]!r}... ({exception})"
+        ) from exception
 
 
 def require_equal(retained: Layout, mine: Layout) -> None:
@@ -540,10 +562,14 @@ def require_equal(retained: Layout, mine: Layout) -> None:
     for old, new in zip(retained.spec.signatures, mine.spec.signatures, strict=False):
         if old != new:
             path = mine.spec.params[min(set(old.leaves) ^ set(new.leaves), default=old.leaves[0])].path
-            raise errors.LayoutError(f"optimizer: the update of {path} differs: the job has {label(old)}, this process {label(new)}; {advice}")
+            raise errors.LayoutError(
+                f"optimizer: the update of {path} differs: the job has {label(old)}, this process {label(new)}; {advice}"
+            )
     for who, longer, shorter in [("the job", retained, mine), ("this process", mine, retained)]:
         if more := longer.spec.signatures[len(shorter.spec.signatures) :]:
-            raise errors.LayoutError(f"optimizer: only {who} has the update {more[0].name!r} of {mine.spec.params[more[0].leaves[0]].path}; {advice}")
+            raise errors.LayoutError(
+                f"optimizer: only {who} has the update {more[0].name!r} of {mine.spec.params[more[0].leaves[0]].path}; {advice}"
+            )
     for name in ("protection", "ring_batch_limit", "ring_iterator_bytes"):
         setting, found = getattr(retained.spec, name), getattr(mine.spec, name)
         if setting != found:

@@ -175,7 +175,9 @@ class Agent:
                 fence.fence(tokens, [], self.settings.deadlines.reap)
             if (state := before.get("state")) in ("running", "kept"):
                 cause = "state manager and agent both died" if state == "running" else "its state manager died, or its time was over"
-                self._say(f"the retained state of job {job!r} is gone ({cause} after step {before.get('step', 0)}); starting from step 0, as no checkpoint was asked for")
+                self._say(
+                    f"the retained state of job {job!r} is gone ({cause} after step {before.get('step', 0)}); starting from step 0, as no checkpoint was asked for"
+                )
             self._manager_process = spawn_manager(job, directory, self.settings.deadlines.orphan_timeout).process
         else:
             self._attached = True
@@ -208,7 +210,10 @@ class Agent:
             self._start_shadow()
         if self._subscription.lost and time.monotonic() >= self._manager_due:
             self._replace_manager()
-        reap_orphans({child.pid for child in (self._trainer, self._shadow) if child is not None} | ({self._manager_process.pid} if self._manager_process else set()))
+        reap_orphans(
+            {child.pid for child in (self._trainer, self._shadow) if child is not None}
+            | ({self._manager_process.pid} if self._manager_process else set())
+        )
 
     def _close(self) -> int:
         """Ends every process, frees the memory unless the state is kept, and removes the sockets."""
@@ -245,7 +250,9 @@ class Agent:
             client.remove_job_dir(self._directory)
         self.journal.close()
         if keep:
-            self._say(f"the state is kept: `leto run --job {self.settings.job} ...` goes on from step {self._control[Word.COMMIT]}, `leto stop --job {self.settings.job}` frees it")
+            self._say(
+                f"the state is kept: `leto run --job {self.settings.job} ...` goes on from step {self._control[Word.COMMIT]}, `leto stop --job {self.settings.job}` frees it"
+            )
         return code
 
     def _open_manager(self) -> int:
@@ -321,7 +328,9 @@ class Agent:
             self._shadow_due = time.monotonic() + delay
             self._say(f"the shadow ended ({detail}); the next one starts" + (f" in {delay:.0f} s" if delay else ""))
         if not child.refused:
-            self.journal.write("refused", rank=0, incarnation=child.incarnation, reason=self._shadow_refused or f"the shadow ended ({detail})")
+            self.journal.write(
+                "refused", rank=0, incarnation=child.incarnation, reason=self._shadow_refused or f"the shadow ended ({detail})"
+            )
         if self._pending is not None and self._trainer is None:
             self._recover()
 
@@ -413,7 +422,14 @@ class Agent:
         report = self._fence(child)
         self._trainer = None
         stages = {"detect": (detected_ns - failed_ns) / 1e9, "fence": time.monotonic() - began}
-        self.journal.write("fence", rank=0, incarnation=child.incarnation, killed=len(report.killed), remaining=[item._asdict() for item in report.remaining], secs=stages["fence"])
+        self.journal.write(
+            "fence",
+            rank=0,
+            incarnation=child.incarnation,
+            killed=len(report.killed),
+            remaining=[item._asdict() for item in report.remaining],
+            secs=stages["fence"],
+        )
         self._say(f"the trainer failed ({failure.describe()})")
         if self._pending is not None:  # a failure on the way back: one takeover, counted from the first failure
             failed_ns, earlier = self._pending.failed_ns, self._pending.stages
@@ -421,7 +437,9 @@ class Agent:
         self._pending = _Pending(failure, failed_ns, stages, lost_secs, injected or kind.value)
         if report.remaining:
             stuck = report.remaining[0]
-            self._give_up(f"process {stuck.pid} ({stuck.command}) cannot be killed (state {stuck.state}, in {stuck.wchan}): its memory may still change")
+            self._give_up(
+                f"process {stuck.pid} ({stuck.command}) cannot be killed (state {stuck.state}, in {stuck.wchan}): its memory may still change"
+            )
             return
         if self._damage is not None:
             self._damage_memory(self._damage)
@@ -439,7 +457,9 @@ class Agent:
         decision = policy.decide(failure, self._history if first else self._history[:-1], self.settings.limits, operable, shadow)
         if first:
             self._history.append(failure)
-        self._pending.path = {Action.PROMOTE: "shadow", Action.WAIT: "late_shadow", Action.COLD: "cold", Action.STOP: "stop"}[decision.action]
+        self._pending.path = {Action.PROMOTE: "shadow", Action.WAIT: "late_shadow", Action.COLD: "cold", Action.STOP: "stop"}[
+            decision.action
+        ]
         epoch = self._metadata.epoch
         if decision.action is Action.PROMOTE:
             epoch = self._promote()
@@ -486,7 +506,9 @@ class Agent:
         try:
             if sock is None:
                 raise errors.ProtocolError("its connection is gone")
-            protocol.send(sock, {"op": "promote", "epoch": epoch, "failed_ns": self._pending.failed_ns}, deadline=time.monotonic() + REPLY_SECS)
+            protocol.send(
+                sock, {"op": "promote", "epoch": epoch, "failed_ns": self._pending.failed_ns}, deadline=time.monotonic() + REPLY_SECS
+            )
         except errors.LetoError as exception:
             self._say(f"the shadow cannot be promoted ({exception}); a new trainer attaches")
             self._fence(shadow)
@@ -557,7 +579,9 @@ class Agent:
             if self._stopped_since and (now - self._stopped_since) / 1e9 > deadlines.stopped:
                 self._failed(Kind.STOPPED, "the process was stopped before its first step", (now - self._stopped_since) / 1e9, now)
             elif late and not child.greeted:
-                self._say(f"{self.settings.script} has not entered a session within {limit:g} s; use `with leto.session(...)`, and keep what is before it short")
+                self._say(
+                    f"{self.settings.script} has not entered a session within {limit:g} s; use `with leto.session(...)`, and keep what is before it short"
+                )
                 self._finish(policy.GAVE_UP if self._retained else policy.USAGE, "the script never reached a session")
             elif late:
                 self._failed(Kind.HANG, f"no first step within {limit:g} s", limit, now)
@@ -617,7 +641,9 @@ class Agent:
             with contextlib.suppress(subprocess.TimeoutExpired):
                 self._manager_process.wait(1)
         try:
-            started = spawn_manager(self.settings.job, self._directory, self.settings.deadlines.orphan_timeout, adopt=kept.descriptors.values())
+            started = spawn_manager(
+                self.settings.job, self._directory, self.settings.deadlines.orphan_timeout, adopt=kept.descriptors.values()
+            )
             self._manager_process = started.process
             self._client = ManagerClient(started.path, "agent")
             self._subscription = self._client.subscribe()
@@ -715,7 +741,9 @@ class Agent:
             self._published = True
             self.journal.write("published", **who, nbytes=int(message["bytes"]))
         elif name == "attached":
-            self.journal.write("attached", **who, commit=message["commit"], action=message["action"], reason=message["reason"], stages=message["stages"])
+            self.journal.write(
+                "attached", **who, commit=message["commit"], action=message["action"], reason=message["reason"], stages=message["stages"]
+            )
         elif name in ("first_step", "takeover"):
             if name == "first_step":
                 self._pending = None  # a trainer that died before its arenas were live: the next one filled them
@@ -732,7 +760,9 @@ class Agent:
     def _takeover_done(self, child: Child, message: Mapping[str, Any]) -> None:
         pending, self._pending = self._pending, None
         if pending is None:  # an attach to a job whose agent had died: no failure of ours
-            self.journal.write("first_step", rank=0, incarnation=child.incarnation, commit=message["commit"], secs=message["stages"]["first_step"])
+            self.journal.write(
+                "first_step", rank=0, incarnation=child.incarnation, commit=message["commit"], secs=message["stages"]["first_step"]
+            )
             return
         plain = self.median_step_secs or 0.0
         total = (int(message["finished_ns"]) - pending.failed_ns) / 1e9
@@ -747,7 +777,9 @@ class Agent:
             takeover_secs=total - plain,
             detect_secs=pending.failure.detect_secs if pending.failure.detect_secs is not None else pending.stages["detect"],
             stages={**pending.stages, **message["stages"]},
-            lost_steps=int(message["action"] in ("redo", "revoke") and pending.lost_step_secs > 0 and message["commit"] == pending.failure.step + 1),
+            lost_steps=int(
+                message["action"] in ("redo", "revoke") and pending.lost_step_secs > 0 and message["commit"] == pending.failure.step + 1
+            ),
             compiles=message["compiles"],
             plan=message["action"],
             path=pending.path,
@@ -770,7 +802,14 @@ class Agent:
             time.monotonic() + float(message.get("deadline_secs", self.settings.deadlines.inject_wait)),
             sock,
         )
-        self.journal.write("inject", kind=message["kind"], phase=message["phase"], step=self._request.step, chunk=self._request.chunk, when_ready=self._request.when_ready)
+        self.journal.write(
+            "inject",
+            kind=message["kind"],
+            phase=message["phase"],
+            step=self._request.step,
+            chunk=self._request.chunk,
+            when_ready=self._request.when_ready,
+        )
 
     def _serve_request(self) -> None:
         """Places a waiting injection in the control words once the job is in its loop (and a shadow ready, if asked for)."""
@@ -791,8 +830,22 @@ class Agent:
                 return
         if time.monotonic() > request.deadline:
             control[Word.INJECT_TAKEN] = control[Word.INJECT_SEQUENCE]
-            wanted = "a ready shadow" if request.when_ready and not request.placed else f"phase {request.phase.value}" if request.placed else "the first step"
-            self._reply_request({"ok": False, "error": {"type": "DeadlineError", "message": f"inject: the job did not come to {wanted} in time; nothing was injected"}})
+            wanted = (
+                "a ready shadow"
+                if request.when_ready and not request.placed
+                else f"phase {request.phase.value}"
+                if request.placed
+                else "the first step"
+            )
+            self._reply_request(
+                {
+                    "ok": False,
+                    "error": {
+                        "type": "DeadlineError",
+                        "message": f"inject: the job did not come to {wanted} in time; nothing was injected",
+                    },
+                }
+            )
 
     def _reply_request(self, reply: dict[str, Any]) -> None:
         if self._request is not None and self._request.reply_to is not None:
@@ -814,7 +867,16 @@ class Agent:
                 phase = control.phase.value if trainer else ("ready" if child.ready else "loading")
             except errors.RecordError:
                 phase = "unknown"
-            ranks.append({"rank": 0, "pid": child.pid, "role": child.role, "phase": phase, "level": None if trainer else child.level, "step": control[Word.COMMIT] if trainer else None})
+            ranks.append(
+                {
+                    "rank": 0,
+                    "pid": child.pid,
+                    "role": child.role,
+                    "phase": phase,
+                    "level": None if trainer else child.level,
+                    "step": control[Word.COMMIT] if trainer else None,
+                }
+            )
         state = "takeover" if self._pending is not None else "running" if control[Word.STEPS_DONE] else "starting"
         median = self.median_step_secs
         return {
@@ -836,7 +898,13 @@ class Agent:
         path = self._directory / client.RUN_FILE
         temporary = path.with_suffix(".new")
         tokens = (*tokens, *(child.token for child in (self._trainer, self._shadow) if child is not None))
-        found = {"job": self.settings.job, "state": state, "step": self._control[Word.COMMIT], "incarnation": self._incarnation, "tokens": tokens}
+        found = {
+            "job": self.settings.job,
+            "state": state,
+            "step": self._control[Word.COMMIT],
+            "incarnation": self._incarnation,
+            "tokens": tokens,
+        }
         temporary.write_text(json.dumps(found))
         temporary.replace(path)
 

@@ -21,7 +21,10 @@ def find_job(job: str | None) -> str:
     live = runtime.live_jobs()
     if job is not None:
         if runtime.check_job_name(job) not in live:
-            raise errors.JobError(f"job {job!r} is not running; " + (f"running: {', '.join(live)}" if live else "no job is running: start one with `leto run SCRIPT`"))
+            raise errors.JobError(
+                f"job {job!r} is not running; "
+                + (f"running: {', '.join(live)}" if live else "no job is running: start one with `leto run SCRIPT`")
+            )
         return job
     if not live:
         raise errors.JobError("no job is running; start one with `leto run SCRIPT`")

@@ -98,7 +98,10 @@ def decide(failure: Failure, history: Sequence[Failure], limits: Limits, operabl
             break
         same += 1
     if same > limits.without_progress:
-        return Decision(Action.STOP, f"{failure.detail} {same} times after commit {failure.step} without progress (--max-restarts-without-progress {limits.without_progress})")
+        return Decision(
+            Action.STOP,
+            f"{failure.detail} {same} times after commit {failure.step} without progress (--max-restarts-without-progress {limits.without_progress})",
+        )
     if limits.max_restarts is not None and len(history) >= limits.max_restarts:
         return Decision(Action.STOP, f"{len(history)} restarts were made (--max-restarts {limits.max_restarts})")
     if shadow == "ready":
@@ -108,7 +111,9 @@ def decide(failure: Failure, history: Sequence[Failure], limits: Limits, operabl
     return Decision(Action.COLD, "no shadow is ready")
 
 
-def overdue(progress: Progress, now_ns: int, deadlines: Deadlines, median_step_secs: float | None, stopped_since_ns: int) -> tuple[Kind, str, int] | None:
+def overdue(
+    progress: Progress, now_ns: int, deadlines: Deadlines, median_step_secs: float | None, stopped_since_ns: int
+) -> tuple[Kind, str, int] | None:
     """Whether the trainer hangs: (kind, why, since when), or None.
 
     A debugger (state `t`) pauses the watchdog. A stopped process is told from a slow one by its state. Otherwise each part of the
@@ -129,13 +134,21 @@ def overdue(progress: Progress, now_ns: int, deadlines: Deadlines, median_step_s
         elif progress.steps_done and median_step_secs is not None:
             limit = step_deadline(deadlines, median_step_secs)
         if (now_ns - progress.armed_since_ns) / 1e9 > limit:
-            return Kind.HANG, f"no commit within {limit:.1f} s of its step's start (learnt from steps of {median_step_secs or 0:.3f} s)", progress.armed_since_ns
+            return (
+                Kind.HANG,
+                f"no commit within {limit:.1f} s of its step's start (learnt from steps of {median_step_secs or 0:.3f} s)",
+                progress.armed_since_ns,
+            )
         return None
     since = (now_ns - progress.phase_since_ns) / 1e9
     if progress.phase is Phase.TAKEOVER and since > deadlines.takeover:
         return Kind.HANG, f"the takeover did not end within {deadlines.takeover:g} s", progress.phase_since_ns
     if progress.phase is Phase.BODY and since > deadlines.body:
-        return Kind.HANG, f"the loop body took more than {deadlines.body:g} s outside of a section; wrap long work in `with s.section(name, timeout_secs=...)`", progress.phase_since_ns
+        return (
+            Kind.HANG,
+            f"the loop body took more than {deadlines.body:g} s outside of a section; wrap long work in `with s.section(name, timeout_secs=...)`",
+            progress.phase_since_ns,
+        )
     return None
 
 

@@ -25,7 +25,9 @@ class Arena:
     def __init__(self, fd: int, nbytes: int, name: str):
         found = os.fstat(fd).st_size
         if found < nbytes:
-            raise errors.LayoutError(f"arena {name!r}: the plan needs {nbytes} bytes, the descriptor holds {found}; it belongs to another plan")
+            raise errors.LayoutError(
+                f"arena {name!r}: the plan needs {nbytes} bytes, the descriptor holds {found}; it belongs to another plan"
+            )
         self.name, self.nbytes = name, nbytes
         self._map = mmap.mmap(fd, nbytes, mmap.MAP_SHARED, mmap.PROT_READ | mmap.PROT_WRITE)
         if hasattr(mmap, "MADV_DONTDUMP"):

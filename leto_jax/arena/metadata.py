@@ -86,7 +86,11 @@ class HostMetadata:
     def lost(self) -> list[LostRange]:
         """Ranges that were noted and not yet cleared."""
         found = [self._lost(slot) for slot in range(LOST_SLOTS)]
-        return [LostRange("host" if r.body[0] else "device", r.body[1] | r.body[2] << 32, r.body[3] | r.body[5] << 32) for r in found if r is not None and r.body[4]]
+        return [
+            LostRange("host" if r.body[0] else "device", r.body[1] | r.body[2] << 32, r.body[3] | r.body[5] << 32)
+            for r in found
+            if r is not None and r.body[4]
+        ]
 
     def clear_lost(self) -> None:
         """Forgets all lost ranges, once they are repaired or rewritten."""

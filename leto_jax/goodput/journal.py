@@ -68,7 +68,9 @@ def read(path: Path) -> list[dict[str, Any]]:
     try:
         content = path.read_bytes()
     except OSError as exception:
-        raise errors.JobError(f"journal: expected one at {path}, found {exception.strerror or exception}; `leto ls --all` lists jobs with a journal") from exception
+        raise errors.JobError(
+            f"journal: expected one at {path}, found {exception.strerror or exception}; `leto ls --all` lists jobs with a journal"
+        ) from exception
     lines = content[: content.rfind(b"\n") + 1].splitlines()
     events = []
     for number, line in enumerate(lines):

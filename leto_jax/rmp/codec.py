@@ -110,7 +110,9 @@ def page_checksums(words: jax.Array) -> jax.Array:
     weights = jax.lax.broadcasted_iota(jnp.uint32, words.shape, words.ndim - 1) + 1
     zero = jnp.uint32(0)
     # One reduction with two results. XLA on the CPU does not vectorise two separate sums (3 instead of 47 GB/s).
-    sums = jax.lax.reduce((words, (words ^ (words >> 16)) * weights), (zero, zero), lambda a, b: (a[0] + b[0], a[1] + b[1]), (words.ndim - 1,))
+    sums = jax.lax.reduce(
+        (words, (words ^ (words >> 16)) * weights), (zero, zero), lambda a, b: (a[0] + b[0], a[1] + b[1]), (words.ndim - 1,)
+    )
     return jnp.stack(sums, axis=-1)
 
 

@@ -219,13 +219,14 @@ def trace(init: Callable, step: StepSpec, batch: PyTree, key: Array, protection:
     for position, i in enumerate(frozen):
         homes["param", i] = Home("constant", index=position)
     # What belongs to a frozen leaf, or to none, and is never renewed.
-    constants = []
+    constants: list[LeafSpec] = []
     for kind, specs in [("state", opt_specs), ("companion", companion_specs)]:
         for j, spec in enumerate(specs):
             if (kind, j) not in homes:
                 homes[kind, j] = Home("constant", index=len(frozen) + len(constants))
                 constants.append(spec)
-    loose = tuple(i for i in differentiated if sliced.leaves[i].frozen or signatures[sliced.leaves[i].signature].grad_dtype is None)
+    in_lane = {i for signature in signatures if signature.grad_dtype is not None for i in signature.leaves}
+    loose = tuple(i for i in differentiated if i not in in_lane)
     for position, i in enumerate(loose):
         homes["loose_grad", i] = Home("loose_grad", index=position)
     values = tuple(
@@ -295,13 +296,13 @@ def _compute_function(step: StepSpec, params_tree, differentiated: tuple[int, ..
                 raise errors.UsageError(f"grad_fn -> (grads, extras, metrics): expected a dict of metrics with 'loss', found {metrics!r}")
             loss = metrics["loss"]
         else:
-            leaves = jax.tree_util.tree_leaves(params)
+            leaves, loss_fn = jax.tree_util.tree_leaves(params), step.loss_fn
 
             def loss_of(moving):
                 full = list(leaves)
                 for i, x in zip(differentiated, moving, strict=True):
                     full[i] = x
-                out = step.loss_fn(jax.tree_util.tree_unflatten(params_tree, full), extras, batch, key)
+                out = loss_fn(jax.tree_util.tree_unflatten(params_tree, full), extras, batch, key)
                 try:
                     value, (aux_extras, aux_metrics) = out
                 except (TypeError, ValueError) as exception:
@@ -490,9 +491,10 @@ def _update_program(job: Job, number: int, chunk: layouts.Chunk, name: str) -> P
 
     if signature.spec.elementwise:
         assert traced.values is not None
+        common = traced.values
 
         def run(values, verdict, grad, old):
-            new = apply(values, traced.values, {**dict(zip(kinds, old, strict=True)), "grad": grad}, (length,))
+            new = apply(values, common, {**dict(zip(kinds, old, strict=True)), "grad": grad}, (length,))
             return [jnp.where(verdict == APPLY, x, y) for x, y in zip(new, old, strict=True)]
 
     else:

@@ -76,7 +76,9 @@ def recover(
             transaction.drain(plan.target)
             commit = plan.target
         else:
-            retained.guard.drain((piece for piece in retained.layout.pieces if retained.guard.version(piece) != transaction.version(piece, commit)), commit)
+            retained.guard.drain(
+                (piece for piece in retained.layout.pieces if retained.guard.version(piece) != transaction.version(piece, commit)), commit
+            )
         transaction.encode_all(commit)
         if rank in plan.unknown_metrics:
             transaction.forget_metrics(commit)

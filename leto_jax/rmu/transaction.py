@@ -150,7 +150,9 @@ class Transaction:
                 f"step {step}: loss {float(loss)!r}, sum of squared gradients {float(sumsq)!r}; the state of step {step - 1} is kept. "
                 "Pass non_finite='skip' or 'continue' to TrainStep to go on over such steps"
             )
-        self._store_packed(Point.SCALARS, "scalars", self.layout.scalars, step, [*shared, *values, retained.gradient_sums(), loss, sumsq, verdict])
+        self._store_packed(
+            Point.SCALARS, "scalars", self.layout.scalars, step, [*shared, *values, retained.gradient_sums(), loss, sumsq, verdict]
+        )
         intent = Record(Kind.INTENT, self.epoch, step, body=(*retained.digest(step), len(self.layout.chunks)))
         retained.log.write(Point.INTENT, intent)
         if intent not in retained.log.read().intents:

@@ -47,7 +47,9 @@ class Identity:
             pairs = lambda items: tuple((str(a), str(b)) for a, b in items)
             return Identity(str(raw["layout"]), pairs(raw["programs"]), pairs(raw["environment"]))
         except (KeyError, TypeError, ValueError) as exception:
-            raise errors.RecordError(f"identity: expected what the first incarnation published, found {data[:60]!r}; stop the job with `leto stop`") from exception
+            raise errors.RecordError(
+                f"identity: expected what the first incarnation published, found {data[:60]!r}; stop the job with `leto stop`"
+            ) from exception
 
     def require_equal(self, mine: Identity) -> None:
         """Raises IdentityError or LayoutError naming the first thing in which this process differs from the job."""
@@ -120,7 +122,9 @@ def unpack(data: memoryview, lowered: Mapping[str, jax.stages.Lowered]) -> dict[
         raise errors.RecordError(f"executables: expected at least {_HEAD.size} bytes, found {len(data)}")
     magic, version, table_bytes, total = _HEAD.unpack(data[: _HEAD.size])
     if (magic, version) != (MAGIC, VERSION) or len(data) < _HEAD.size + table_bytes + total:
-        raise errors.RecordError(f"executables: expected magic {MAGIC!r} version {VERSION} and {total} bytes, found {magic!r} version {version} and {len(data)} bytes")
+        raise errors.RecordError(
+            f"executables: expected magic {MAGIC!r} version {VERSION} and {total} bytes, found {magic!r} version {version} and {len(data)} bytes"
+        )
     body = _HEAD.size + table_bytes
     index = json.loads(bytes(data[_HEAD.size : body]))
     loaded: dict[str, Callable] = {}
@@ -130,6 +134,8 @@ def unpack(data: memoryview, lowered: Mapping[str, jax.stages.Lowered]) -> dict[
         offset, size, digest = index[name]
         payload = bytes(data[body + offset : body + offset + size])
         if hashlib.sha256(payload).hexdigest() != digest:
-            raise errors.RecordError(f"executables: {name!r} does not have its checksum; the blob is damaged, stop the job with `leto stop`")
+            raise errors.RecordError(
+                f"executables: {name!r} does not have its checksum; the blob is damaged, stop the job with `leto stop`"
+            )
         loaded[name] = serialize_executable.deserialize_and_load(payload, item.in_tree, item.out_tree)
     return loaded

@@ -20,7 +20,9 @@ def blank_batch(job: Job) -> list[np.ndarray]:
     return [np.zeros(item.shape, item.dtype) for item in structs(job.layout.spec.batch)]
 
 
-def rehearse(job: Job, run: Mapping[str, Callable], key: jax.Array, device: jax.Device, use: Sequence[Callable[[Retained, int], None]]) -> str:
+def rehearse(
+    job: Job, run: Mapping[str, Callable], key: jax.Array, device: jax.Device, use: Sequence[Callable[[Retained, int], None]]
+) -> str:
     """Fills scratch arenas, trains two steps on zeros, crashes between two marks, rolls forward; then calls each of `use` with the result.
 
     So all programs, both address sets and the takeover path have run once. Returns '' or why it was not done.

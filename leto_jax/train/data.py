@@ -67,7 +67,9 @@ class IteratorSource:
 
     def restore(self, position: bytes) -> None:
         if position[:1] not in (b"B", b"J"):
-            raise errors.UsageError("dataset: the job was started with a function of the step, this process brings a dataset with an iterator")
+            raise errors.UsageError(
+                "dataset: the job was started with a function of the step, this process brings a dataset with an iterator"
+            )
         self._iterator.set_state(position[1:] if position[:1] == b"B" else json.loads(position[1:]))
 
 
@@ -89,7 +91,9 @@ def canonical(batch: PyTree) -> PyTree:
     def leaf(x):
         array = np.asarray(x)
         if array.dtype == object or (array.dtype.kind in "USV" and not hasattr(x, "dtype")):
-            raise errors.UsageError(f"batch: expected arrays of numbers, found {type(x).__name__}; tokenise or drop it before the batch is made")
+            raise errors.UsageError(
+                f"batch: expected arrays of numbers, found {type(x).__name__}; tokenise or drop it before the batch is made"
+            )
         return np.array(array, dtype=jax.dtypes.canonicalize_dtype(array.dtype), copy=True, order="C")
 
     return jax.tree.map(leaf, batch)

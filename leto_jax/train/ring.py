@@ -72,7 +72,10 @@ class Ring:
         if kept:
             import jax.numpy as jnp  # dtypes such as bfloat16 by name
 
-            leaves = [payload[length + o : length + o + s.nbytes].copy().view(jnp.dtype(s.dtype)).reshape(s.shape) for o, s in zip(self._batch.offsets, self._batch.leaves, strict=True)]
+            leaves = [
+                payload[length + o : length + o + s.nbytes].copy().view(jnp.dtype(s.dtype)).reshape(s.shape)
+                for o, s in zip(self._batch.offsets, self._batch.leaves, strict=True)
+            ]
         return Entry(payload[:length].tobytes(), digest, leaves)
 
     def digest(self, leaves: Sequence[np.ndarray]) -> int:

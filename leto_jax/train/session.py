@@ -87,7 +87,15 @@ class Session:
     """
 
     def __init__(self, init: Callable, step: TrainStep, dataset: Any, key: jax.Array, steps: int, warm: tuple, protection: Protection):
-        self._init, self._step, self._dataset, self._key, self.steps, self._warm, self._protection = init, step, dataset, key, steps, warm, protection
+        self._init, self._step, self._dataset, self._key, self.steps, self._warm, self._protection = (
+            init,
+            step,
+            dataset,
+            key,
+            steps,
+            warm,
+            protection,
+        )
         self._process = Process.from_environ()
         self._member: Member | None = None
         self._control: Control | None = None
@@ -128,7 +136,11 @@ class Session:
         lowered = executables.lower(self._job)
         self._compiles = _count_compiles()
         if self._process is None or self._member is None:
-            print("leto: not started by `leto run`: training unprotected, with the same programs and the same results", file=sys.stderr, flush=True)
+            print(
+                "leto: not started by `leto run`: training unprotected, with the same programs and the same results",
+                file=sys.stderr,
+                flush=True,
+            )
             self._injector = Injector(None, len(self._job.layout.chunks))
             self._begin(executables.compile_all(lowered), private_arenas(self._job.layout), epoch=1)
             return
@@ -172,7 +184,9 @@ class Session:
         assert self._process is not None
         found = member.published(PROGRAMS_DEADLINE_SECS)
         if found is None:
-            raise errors.DeadlineError(f"shadow: expected the first trainer to publish its programs within {PROGRAMS_DEADLINE_SECS:.0f} s, found none")
+            raise errors.DeadlineError(
+                f"shadow: expected the first trainer to publish its programs within {PROGRAMS_DEADLINE_SECS:.0f} s, found none"
+            )
         run = self._load(found, lowered, identity)
         skipped = prewarm.rehearse(self._job, run, self._key_data, self._device, [self._rehearse_user])
         member.event("ready", level=3 if not skipped else 2, note=skipped, bytes=self._job.layout.device_bytes)
@@ -194,7 +208,13 @@ class Session:
         state.die()
 
     def _begin(
-        self, run: Mapping[str, Callable], arenas: Arenas, epoch: int, promotion: Promotion | None = None, compiles: int = 0, started: int = 0
+        self,
+        run: Mapping[str, Callable],
+        arenas: Arenas,
+        epoch: int,
+        promotion: Promotion | None = None,
+        compiles: int = 0,
+        started: int = 0,
     ) -> None:
         """Fills the arenas or recovers what is in them; leaves the session at a commit."""
         stages: dict[str, float] = {}
@@ -224,14 +244,18 @@ class Session:
         self._takeover = None
         if recovered.plan.action is not Action.FILL:
             failed = promotion.failed_ns if promotion is not None else 0
-            self._takeover = _Takeover(failed, time.monotonic_ns(), stages, compiles, recovered.plan.action.value, recovered.plan.reason, recovered.repaired_pages)
+            self._takeover = _Takeover(
+                failed, time.monotonic_ns(), stages, compiles, recovered.plan.action.value, recovered.plan.reason, recovered.repaired_pages
+            )
         self._rows = _MetricsFile(self._process.job_dir / "metrics.jsonl" if self._process else None, self._commit)
         if self._commit > self._first:
             self._rows.add(self._commit, self._metrics_of(self._retained, self._commit))
         if self._control is not None:
             self._control[Word.COMMIT] = self._commit
         if self._member is not None:
-            self._member.event("attached", commit=self._commit, action=recovered.plan.action.value, reason=recovered.plan.reason, stages=stages)
+            self._member.event(
+                "attached", commit=self._commit, action=recovered.plan.action.value, reason=recovered.plan.reason, stages=stages
+            )
 
     def _reposition(self) -> dict[int, PyTree]:
         """Puts the data stream where it stood: batches that were already drawn, by step (the replayed one, and one that must be redone)."""
@@ -240,7 +264,9 @@ class Session:
             entry = self._ring.get(step)
             if entry is None:
                 if step == self._commit and step > self._first:
-                    raise errors.UnrecoverableError(f"ring: the entry of step {step} is damaged, so the data position is lost; restore from a checkpoint")
+                    raise errors.UnrecoverableError(
+                        f"ring: the entry of step {step} is damaged, so the data position is lost; restore from a checkpoint"
+                    )
                 continue
             if step <= self._first or step > self.steps:
                 continue
@@ -262,7 +288,9 @@ class Session:
 
     def __iter__(self) -> Iterator[tuple[int, PyTree]]:
         if not self._entered or self._iterated:
-            raise errors.UsageError("session: expected `with leto.session(...) as s:` and one `for t, batch in s:`, found iteration outside or a second one")
+            raise errors.UsageError(
+                "session: expected `with leto.session(...) as s:` and one `for t, batch in s:`, found iteration outside or a second one"
+            )
         self._iterated = True
         if self._takeover is not None and self._commit > self._first:
             self.replayed, self._current = True, self._commit
@@ -291,7 +319,9 @@ class Session:
 
     def _require_stepped(self) -> None:
         if self._current is not None:
-            raise errors.UsageError(f"session: the loop body of step {self._current} ended without `state, metrics = s.step(state, batch)`; call it once in each iteration")
+            raise errors.UsageError(
+                f"session: the loop body of step {self._current} ended without `state, metrics = s.step(state, batch)`; call it once in each iteration"
+            )
 
     def step(self, state: State, batch: PyTree) -> tuple[State, dict[str, jax.Array]]:
         """One training step: (the next state, metrics as arrays, 'loss' among them). The state passed in is dead afterwards.
@@ -302,15 +332,21 @@ class Session:
         """
         if not isinstance(state, State) or state is not self.state or not state.alive:
             found = f"the state of step {state.step}" if isinstance(state, State) else type(state).__name__
-            raise errors.DeadStateError(f"s.step: expected the current state (step {self._commit}), found {found}, already consumed; write: state, metrics = s.step(state, batch)")
+            raise errors.DeadStateError(
+                f"s.step: expected the current state (step {self._commit}), found {found}, already consumed; write: state, metrics = s.step(state, batch)"
+            )
         if self._current is None:
-            raise errors.UsageError("s.step: expected one call in each iteration of `for t, batch in s`, found a call outside or a second one")
+            raise errors.UsageError(
+                "s.step: expected one call in each iteration of `for t, batch in s`, found a call outside or a second one"
+            )
         step, self._current = self._current, None
         if self.replayed:
             return self.state, self._metrics_of(self._retained, self._commit)
         leaves = self._checked(batch, step)
         if jax.local_devices()[0] is not self._device:
-            raise errors.UsageError("s.step: the JAX backend was replaced (jax.clear_backends, jax.extend.backend.clear_backends); its views of the state are gone, do not call it in a session")
+            raise errors.UsageError(
+                "s.step: the JAX backend was replaced (jax.clear_backends, jax.extend.backend.clear_backends); its views of the state are gone, do not call it in a session"
+            )
         begin = time.monotonic_ns()
         if self._control is not None:
             self._control[Word.ARMED_SINCE_NS] = begin
@@ -417,8 +453,14 @@ class Session:
         found = programs.leaf_specs(canonical)
         if jax.tree_util.tree_structure(canonical) != self._job.trees.batch or found != expected:
             pair = next(((a, b) for a, b in zip(expected, found, strict=False) if a != b), None)
-            detail = f"expected {pair[0].describe()}, found {pair[1].describe()}" if pair else f"expected {len(expected)} leaves as in the first batch, found {len(found)}"
-            raise errors.UsageError(f"batch of step {step}: {detail}; every batch must have the shapes of the first one (drop or pad the last, partial one)")
+            detail = (
+                f"expected {pair[0].describe()}, found {pair[1].describe()}"
+                if pair
+                else f"expected {len(expected)} leaves as in the first batch, found {len(found)}"
+            )
+            raise errors.UsageError(
+                f"batch of step {step}: {detail}; every batch must have the shapes of the first one (drop or pad the last, partial one)"
+            )
         return _stored(canonical)
 
     def _metrics_of(self, retained: Retained, commit: int) -> dict[str, jax.Array]:
@@ -447,7 +489,11 @@ class _MetricsFile:
     def add(self, step: int, metrics: Mapping[str, Any]) -> None:
         if self._file is None or step <= self._last:
             return
-        scalars = {name: float(value) for name, value in metrics.items() if np.ndim(value) == 0 and np.issubdtype(np.asarray(value).dtype, np.number)}
+        scalars = {
+            name: float(value)
+            for name, value in metrics.items()
+            if np.ndim(value) == 0 and np.issubdtype(np.asarray(value).dtype, np.number)
+        }
         self._file.write(json.dumps({"step": step, **scalars}).encode() + b"\n")
         self._last = step
 
@@ -456,17 +502,27 @@ def _print_plan(layout: Layout) -> None:
     from rich.console import Console
     from rich.table import Table
 
-    table = Table(title=f"memory plan, rank 0: {layout.device_bytes / 2**20:.1f} MiB device arena, {layout.host_bytes / 2**20:.1f} MiB host arena", title_justify="left")
+    table = Table(
+        title=f"memory plan, rank 0: {layout.device_bytes / 2**20:.1f} MiB device arena, {layout.host_bytes / 2**20:.1f} MiB host arena",
+        title_justify="left",
+    )
     for column, justify in [("what", "left"), ("MiB", "right"), ("where", "left")]:
         table.add_column(column, justify=justify)  # type: ignore[arg-type]
     for what, nbytes, note in layout.table():
         table.add_row(what, f"{nbytes / 2**20:.2f}", note)
-    table.add_row("shadow, while it gets ready", f"{(layout.device_bytes + layout.host_bytes) / 2**20:.2f}", "its own memory; one rehearsal on scratch arenas")
+    table.add_row(
+        "shadow, while it gets ready",
+        f"{(layout.device_bytes + layout.host_bytes) / 2**20:.2f}",
+        "its own memory; one rehearsal on scratch arenas",
+    )
     Console(width=120).print(table)
 
 
 def _stored(batch: PyTree) -> list[np.ndarray]:
-    return [np.asarray(programs.to_storage(leaf)) if leaf.dtype.name.startswith(("int4", "uint4", "int2", "uint2")) else leaf for leaf in jax.tree_util.tree_leaves(batch)]
+    return [
+        np.asarray(programs.to_storage(leaf)) if leaf.dtype.name.startswith(("int4", "uint4", "int2", "uint2")) else leaf
+        for leaf in jax.tree_util.tree_leaves(batch)
+    ]
 
 
 def _only_device() -> jax.Device:
@@ -478,7 +534,9 @@ def _only_device() -> jax.Device:
         )
     devices = jax.local_devices()
     if devices[0].platform != "cpu":
-        raise errors.UsageError(f"device: expected the CPU backend, found {devices[0].platform!r}; set JAX_PLATFORMS=cpu (retained GPU memory is not in this version)")
+        raise errors.UsageError(
+            f"device: expected the CPU backend, found {devices[0].platform!r}; set JAX_PLATFORMS=cpu (retained GPU memory is not in this version)"
+        )
     return devices[0]
 
 
@@ -486,9 +544,9 @@ def _count_compiles() -> Callable[[], int]:
     """Starts counting backend compilations of this process; the result tells how many there were."""
     seen: list[float] = []
 
-    def listen(event: str, duration: float, **_: Any) -> None:
+    def listen(event: str, duration_secs: float, **kwargs: str | int) -> None:
         if event == "/jax/core/compile/backend_compile_duration":
-            seen.append(duration)
+            seen.append(duration_secs)
 
     jax.monitoring.register_event_duration_secs_listener(listen)
     return lambda: len(seen)

@@ -66,7 +66,9 @@ class State:
 
     def _tree(self, name: str) -> PyTree:
         if self._retained is None:
-            raise errors.DeadStateError(f"the state of step {self._commit} was consumed by s.step; use the state that s.step returned: state, metrics = s.step(state, batch)")
+            raise errors.DeadStateError(
+                f"the state of step {self._commit} was consumed by s.step; use the state that s.step returned: state, metrics = s.step(state, batch)"
+            )
         if name not in self._trees:
             retained, spec, trees = self._retained, self._retained.layout.spec, self._retained.job.trees
             views, specs, treedef = {
@@ -96,5 +98,9 @@ def _flatten(state: State | Snapshot) -> tuple[tuple, None]:
     return (*(getattr(state, name) for name in _FIELDS), np.int32(state.step) if isinstance(state, State) else state.step), None
 
 
-jax.tree_util.register_pytree_node(State, _flatten, lambda _, children: Snapshot(*children))
-jax.tree_util.register_pytree_node(Snapshot, _flatten, lambda _, children: Snapshot(*children))
+def _unflatten(_: None, children: tuple) -> Any:
+    return Snapshot(*children)
+
+
+jax.tree_util.register_pytree_node(State, _flatten, _unflatten)
+jax.tree_util.register_pytree_node(Snapshot, _flatten, _unflatten)

@@ -90,7 +90,11 @@ def test_every_swap_of_two_words_of_a_random_page_is_noticed(rng):
 
 def test_every_swap_of_words_that_differ_in_one_half_is_noticed(rng):
     """float32 of bfloat16 precision, and words that differ in their top bits only: the worst case of a plain weighted sum."""
-    for page in (random_words(rng, 128) & 0xFFFF0000, rng.integers(0, 8, 128).astype(np.uint32) << 29 | np.uint32(123), random_words(rng, 128) & 0xFFFF):
+    for page in (
+        random_words(rng, 128) & 0xFFFF0000,
+        rng.integers(0, 8, 128).astype(np.uint32) << 29 | np.uint32(123),
+        random_words(rng, 128) & 0xFFFF,
+    ):
         (first, second), noticed = swaps(page)[0].T, swaps(page)[1]
         np.testing.assert_array_equal(noticed, page[first] != page[second])
 

@@ -21,7 +21,11 @@ def double_xor(x, y):
 @pytest.fixture
 def warm_cache(tmp_path: Path):
     """A persistent compilation cache of its own."""
-    names = {"jax_compilation_cache_dir": str(tmp_path), "jax_persistent_cache_min_compile_time_secs": 0, "jax_persistent_cache_min_entry_size_bytes": -1}
+    names = {
+        "jax_compilation_cache_dir": str(tmp_path),
+        "jax_persistent_cache_min_compile_time_secs": 0,
+        "jax_persistent_cache_min_entry_size_bytes": -1,
+    }
     before = {name: getattr(jax.config, name) for name in names}
     compilation_cache.reset_cache()
     for name, value in names.items():

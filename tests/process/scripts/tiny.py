@@ -33,7 +33,9 @@ def options() -> argparse.Namespace:
     parser.add_argument("--non-finite", default="stop")
     parser.add_argument("--pause-secs", type=float, default=0.0, help="after each step that is not replayed")
     parser.add_argument("--limit", type=Path, help="file with a number: the body of that step waits until it is raised")
-    parser.add_argument("--workers", action="store_true", help="data workers: forked, forked into a session of its own, started and left alone")
+    parser.add_argument(
+        "--workers", action="store_true", help="data workers: forked, forked into a session of its own, started and left alone"
+    )
     parser.add_argument("--frozen-gib", type=int, default=0, help="a leaf so large that is never changed, and never made")
     for name in ("nan", "odd-batch", "clear-backends", "sleep", "section", "dead-state", "no-step", "child"):
         parser.add_argument(f"--{name}-at", type=int, default=0, metavar="STEP")
