@@ -263,7 +263,7 @@ class Session:
         for step in (self._commit, self._commit + 1):
             entry = self._ring.get(step)
             if entry is None:
-                if step == self._commit and step > self._first:
+                if step == self._commit > self._first and self._ring.get(step + 1) is None:
                     raise errors.UnrecoverableError(
                         f"ring: the entry of step {step} is damaged, so the data position is lost; restore from a checkpoint"
                     )
@@ -292,7 +292,7 @@ class Session:
                 "session: expected `with leto.session(...) as s:` and one `for t, batch in s:`, found iteration outside or a second one"
             )
         self._iterated = True
-        if self._takeover is not None and self._commit > self._first:
+        if self._takeover is not None and self._commit in self._pending:
             self.replayed, self._current = True, self._commit
             if self._control is not None:
                 self._control.enter(Phase.BODY)
