@@ -103,7 +103,9 @@ def fused_update(
     if plan.shifts or not coefficients:
         parity = tuple(next(results) if plan.shifts else jnp.zeros((0, words), jnp.uint32) for words in plan.row_words)
     else:
-        parity = tuple(parity_kernels.encode(_as_words(x), coefficients, interpret=interpret)[0] for x in rows)
+        # A program of its own, so that lanes of one dtype share one compiled kernel.
+        encode = jax.jit(lambda x: parity_kernels.encode(_as_words(x), coefficients, interpret=interpret)[0])
+        parity = tuple(encode(x) for x in rows)
     pages = [4 * words // page_bytes for words in plan.row_words] if page_bytes else []
     checksums = plan.sums.page_sums(next(results), pages, interpret) if plan.sums else ()
     return Updated(tuple(x.reshape(-1) for x in rows), parity, checksums)
