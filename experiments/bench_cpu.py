@@ -44,7 +44,7 @@ from leto_jax.rmu.retained import Retained
 from leto_jax.rmu.transaction import Transaction
 from leto_jax.shadow import executables
 
-SHAPE = {"width": 320, "depth": 8, "heads": 5, "context": 256, "batch": 16}
+SHAPE = {"width": 320, "depth": 8, "heads": 5, "context": 128, "batch": 8}
 PHASES = ("compute", "decide", "update", "commit", "drain")
 
 

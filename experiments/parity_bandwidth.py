@@ -229,7 +229,7 @@ def plot(rows: list[dict[str, Any]], device: str, path: Any) -> None:
         axis.set_title(operation + (" (x: time over plain)" if operation == "fused update" else ""), fontsize=10)
     axes[0].set_ylabel("% of copy bandwidth")
     axes[0].set_ylim(0, 115)
-    axes[0].legend(loc="lower left", fontsize=8)
+    axes[0].legend(loc="lower left", fontsize=8, framealpha=1, ncols=3)
     copy = next(r for r in rows if r["operation"] == "copy")
     figure.suptitle(f"Bytes read and written, share of a copy ({copy['gbs'] / 1000:.2f} TB/s), {device}", fontsize=11)
     figure.savefig(path, dpi=130)

@@ -137,6 +137,12 @@ class Chunk:
         pieces = dict(zip(kinds, lanes, strict=True)) | {"grad": grad}
         return self.sliced.apply(self.signature, scalars, [pieces[port.kind] for port in self.signature.inputs], grad.shape)
 
+    def update_or_skip(self, scalars: Any, grad: Any, lanes: Any) -> list[jax.Array]:
+        """With a verdict as the last scalar, 1 to update: as `rmu.programs` has it."""
+        *values, verdict = scalars
+        new = self.update(values, grad, lanes)
+        return [jnp.where(verdict == 1, a, b) for a, b in zip(new, lanes, strict=True)]
+
     @property
     def settings(self) -> dict[str, Any]:
         shape = self.shape
@@ -194,13 +200,8 @@ class UpdateSuite:
         chunk = Chunk(shape, optax.adamw(SCHEDULE), seed)
         chunk.grad = chunk.grad.at[::7].set(jnp.nan)
 
-        def skipping(scalars: Any, grad: Any, lanes: Any) -> list[jax.Array]:
-            *values, verdict = scalars
-            new = chunk.update(values, grad, lanes)
-            return [jnp.where(verdict == 1, a, b) for a, b in zip(new, lanes, strict=True)]
-
         chunk.scalars = (*chunk.scalars, jnp.int32(0))
-        updated = self.run(chunk, skipping)
+        updated = self.run(chunk, chunk.update_or_skip)
         for found, old in zip(updated.lanes, chunk.lanes, strict=True):
             np.testing.assert_array_equal(np.asarray(found).view(np.uint8), np.asarray(old).view(np.uint8))
         self.check_guards(chunk, updated)

@@ -301,6 +301,7 @@ class Agent:
         self._control[Word.STEPS_DONE] = 0
         self._control[Word.ARMED_SINCE_NS] = 0
         self._control[Word.PID] = 0
+        self._control.enter(Phase.INIT)
         self._trainer = self._spawn("trainer", path)
         self._spawned_at = time.monotonic()
 
@@ -400,9 +401,10 @@ class Agent:
             self._reply_request({"ok": True, "fired_step": control[Word.INJECT_FIRED_STEP], "kind": injected})
         try:
             phase = control.phase
-        except errors.RecordError as exception:
-            self._say(str(exception))
+        except errors.RecordError:
             phase = Phase.INIT
+        if kind is Kind.DAMAGED:
+            control[Word.COMMIT] = max(self._last_seen_commit, 0)
         failure = Failure(kind, detail, phase, control[Word.COMMIT], detect_secs)
         armed = control[Word.ARMED_SINCE_NS]
         lost_secs = (failed_ns - armed) / 1e9 if armed else 0.0
@@ -430,7 +432,8 @@ class Agent:
             remaining=[item._asdict() for item in report.remaining],
             secs=stages["fence"],
         )
-        self._say(f"the trainer failed ({failure.describe()})")
+        if kind is not Kind.REFUSED:
+            self._say(f"the trainer failed ({failure.describe()})")
         if self._pending is not None:  # a failure on the way back: one takeover, counted from the first failure
             failed_ns, earlier = self._pending.failed_ns, self._pending.stages
             stages = {name: secs + earlier.get(name, 0.0) for name, secs in stages.items()}
@@ -545,7 +548,7 @@ class Agent:
         """Reads the control words: step times for the watchdog."""
         control = self._control
         commit = control[Word.COMMIT]
-        if commit != self._last_seen_commit and self._trainer is not None and control[Word.PID] == self._trainer.pid:
+        if commit > self._last_seen_commit and self._trainer is not None and control[Word.PID] == self._trainer.pid:
             if (control[Word.STEPS_DONE] > 1 and commit == self._last_seen_commit + 1) or control[Word.STEPS_DONE] > 2:
                 self._steps.append(control[Word.LAST_STEP_NS] / 1e9)
             self._last_seen_commit = commit

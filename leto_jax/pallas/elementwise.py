@@ -59,6 +59,8 @@ def _integer_pow(x: Any, *, y: int) -> Any:
 
 
 def _select_n(which: Any, *cases: Any) -> Any:
+    # Mosaic GPU neither spreads a scalar over the cases nor takes more than two of them.
+    which = jnp.broadcast_to(which, cases[0].shape)
     if which.dtype == jnp.bool_:
         return jax.lax.select_n(which, *cases)
     chosen = cases[-1]  # An index out of range is the caller's fault, as it is in `lax.select_n`.
@@ -67,4 +69,8 @@ def _select_n(which: Any, *cases: Any) -> Any:
     return chosen
 
 
-_RULES: dict[str, Callable[..., Any]] = {"integer_pow": _integer_pow, "select_n": _select_n}
+def _clamp(low: Any, x: Any, high: Any) -> Any:
+    return jax.lax.min(jax.lax.max(x, jnp.broadcast_to(low, x.shape)), jnp.broadcast_to(high, x.shape))
+
+
+_RULES: dict[str, Callable[..., Any]] = {"clamp": _clamp, "integer_pow": _integer_pow, "select_n": _select_n}

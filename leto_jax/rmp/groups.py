@@ -1,7 +1,7 @@
 """Protection groups of one rank: parity and page checksums of every piece, in staging, in the host arena, and used for repair.
 
 A piece's guard block is H parity rows, two uint32 checksums a page, and a record: the version of the data that it guards, and the CRC-32 of
-the checksums. Fresh blocks are staged on the device beside the data, and drained to the host arena behind the next compute. A block counts
+the checksums. Fresh blocks are staged on the device beside the data, and drained to the host arena after the commit. A block counts
 only with a valid record of the data's version: what was cut short, lost or damaged is not there.
 """
 
@@ -49,7 +49,7 @@ class Guard:
         """Copies staged blocks of `version` to the host arena; leaves out those that are not of this version.
 
         Crash: the host copy of the piece under way is void; its staged block still counts.
-        Cost: H/D of the pieces, blocking; called while compute runs.
+        Cost: H/D of the pieces, blocking.
         """
         for piece in pieces:
             staged = self._valid(self._device, self._staging + piece.staging, piece)

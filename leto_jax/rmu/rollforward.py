@@ -63,6 +63,8 @@ def recover(
         retained.log.repair()
         _void_lost_blocks(retained)
         repaired = _repair_pages(retained, transaction, plan.target, placed)
+        # From here no byte that counts is lost. The list names addresses, and rolling forward moves other data to them.
+        retained.metadata.clear_lost()
     with stage("roll_forward"):
         if plan.action is Action.REVOKE:
             retained.log.write(Point.REVOKE, Record(Kind.REVOKE, transaction.epoch, plan.target))
@@ -82,12 +84,11 @@ def recover(
         transaction.encode_all(commit)
         if rank in plan.unknown_metrics:
             transaction.forget_metrics(commit)
-        retained.metadata.clear_lost()
     return Recovered(plan, commit, repaired)
 
 
 def _void_lost_blocks(retained: Retained) -> None:
-    """Blocks with a lost page no longer count, in either tier; they are encoded again before the losses are forgotten."""
+    """Blocks with a lost page no longer count, in either tier; what the plan leads to is encoded again."""
     lost = retained.metadata.lost()
     for piece in retained.layout.pieces if lost else ():
         staged, host = retained.guard.ranges(piece)

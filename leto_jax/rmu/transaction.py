@@ -4,7 +4,7 @@
     decide     scalars, then the intent; from here the step will be finished by somebody
     update     chunk by chunk: pieces to their other place, parity to staging, mark
     commit     one record
-    drain      staged parity to the host arena, behind the next compute
+    drain      staged parity to the host arena
 
 The host is the stream: each store waits for the outputs of its program, so an exception ends the step before the store.
 Retained memory changes only here, in rmp.groups and in train.ring, always through `Arena.store`.
@@ -40,7 +40,6 @@ class Transaction:
     def __init__(self, retained: Retained, run: Mapping[str, Callable], epoch: int, at: Observer = faults.reach):
         self.retained, self.layout, self._run, self.epoch, self.at = retained, retained.layout, run, epoch, at
         self._device = retained.device
-        self._pending: int | None = None  # version of staged parity that has not been drained
         self._committed_ns = 0
         self.stale_ns = 0  # how long the host copy of the parity was behind the data, in all
         self._cursor = (0, 0)  # piece and page at which the next scrub slice begins
@@ -94,9 +93,10 @@ class Transaction:
         intent = self.decide(step)
         self.update(step, intent)
         self.commit(step, intent)
+        self.drain(step)
 
     def compute(self, step: int, batch: Sequence, key: jax.Array) -> None:
-        """Gradients, extras and metrics of `step` into retained memory. Behind the program: drain of the last commit, one slice of scrub.
+        """Gradients, extras and metrics of `step` into retained memory. Behind the program: one slice of scrub.
 
         Crash: the header says 0 or another step, so the gradients do not count.
         """
@@ -104,7 +104,6 @@ class Transaction:
         self._device.store_record(Point.GRADIENTS_CLEAR, header, Record(Kind.GRADIENTS, self.epoch, 0))
         for _ in range(MAX_COMPUTES):
             outputs = self._run["compute"](retained.seen_params(step - 1), retained.extras(step - 1), list(batch), key, np.int32(step))
-            self.drain(step - 1)
             self.at(Phase.COMPUTE, step, -1)
             damaged = self._scrub(step - 1)
             jax.block_until_ready(outputs)
@@ -190,17 +189,18 @@ class Transaction:
         """
         self.at(Phase.COMMIT, step, -1)
         self.retained.log.write(Point.COMMIT, Record(Kind.COMMIT, self.epoch, step, body=(intent.crc, *intent.body[:3])))
-        self._pending, self._committed_ns = step, time.monotonic_ns()
-        self.at(Phase.BODY, step, -1)
+        self._committed_ns = time.monotonic_ns()
 
     def drain(self, commit: int) -> None:
-        """Brings the host copy of the parity to `commit`, if it is not there yet. Before the next intent this is always done."""
-        if self._pending != commit:
-            return
+        """Brings the host copy of the parity to `commit`. Before the next intent this is always done.
+
+        Crash: pieces without a valid host copy are drained from staging, or encoded again.
+        Cost: H/D of the state, blocking: on the CPU nothing is won by doing it behind compute, which wants the same cores.
+        """
         self.at(Phase.DRAIN, commit, -1)
         self.retained.guard.drain((piece for piece in self.layout.pieces if piece.chunk is not None), commit)
-        self._pending = None
         self.stale_ns += time.monotonic_ns() - self._committed_ns
+        self.at(Phase.BODY, commit, -1)
 
     # ------------------------------------------------------------------------------------------------------------------------------
 

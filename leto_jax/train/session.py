@@ -390,7 +390,6 @@ class Session:
             raise SystemExit(GAVE_UP) from exception
 
     def _finish(self) -> None:
-        self._transaction.drain(self._commit)
         digest = state_digest(self._retained, self._commit, self._source.position())
         loss = self._loss()
         if self._control is not None:

@@ -64,7 +64,7 @@ MOMENTS: dict[str, Callable[[harness.Variant], tuple[bytes, ...]]] = {
     "marks": lambda v: picture_at(v, 2, Point.MARK, number=2 * (len(v.layout.chunks) // 2) - 1),
     "last": lambda v: picture_at(v, 2, Point.COMMIT, Moment.BEFORE),
     "commit": lambda v: picture_at(v, 2, Point.COMMIT, number=1),
-    "drain": lambda v: picture_at(v, 3, Point.DRAIN_PARITY, Moment.TORN, 5),
+    "drain": lambda v: picture_at(v, 2, Point.DRAIN_PARITY, Moment.TORN, 5),
 }
 
 

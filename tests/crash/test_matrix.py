@@ -197,6 +197,7 @@ SCENES = {
     "host parity lost":         Scene(at(2, Point.GRADIENTS),                         REDO,        {Point.DRAIN_VERSION, *HEALED}, PARITY),
     "staging lost":             Scene(at(2, Point.MARK, Moment.AFTER, 3),             FORWARD,     {Point.STAGING, *HEALED}, STAGED),
     "parity, staging lost":     Scene(at(2, Point.COMMIT, Moment.AFTER, 1),           REDO,        {Point.STAGING, *HEALED}, several(PARITY, STAGED)),
+    "data, staging lost":       Scene(at(2, Point.INTENT, Moment.AFTER, 1),           FORWARD,     {Point.REPAIR_PAGE, *HEALED}, several(pages_of_a_group(1), STAGED)),
     "metrics lost":             Scene(at(2, Point.MARK, Moment.AFTER, 3),             FORWARD,     {Point.METRICS, *HEALED}, METRICS),
     "intent at a peer":         Scene(at(2, Point.SCALARS),                           FORWARD,     {Point.INTENT_COPY, *UPDATED}, peers=peer_with_the_intent),
 }

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import itertools
 import json
 import os
 import re
@@ -88,13 +89,14 @@ class Jobs:
     def __init__(self, root: Path):
         self.root = root
         self._runs: list[Run] = []
+        self._numbers = itertools.count()
 
     def name(self, stem: str = "job") -> str:
         return f"{stem}-{uuid.uuid4().hex[:8]}"
 
     def run(self, *arguments: object, job: str | None = None, options: Sequence[object] = (), script: Path = TINY, **popen: Any) -> Run:
         """Starts `leto run` and waits for nothing."""
-        run = Run(self.root, job or self.name(), script, options, arguments, len(self._runs), **popen)
+        run = Run(self.root, job or self.name(), script, options, arguments, next(self._numbers), **popen)
         self._runs.append(run)
         return run
 

@@ -70,6 +70,13 @@ def test_common_optimizers_lower_for_the_gpu(name, shape, seed):
     assert choice.kernel, choice.reason
 
 
+def test_updates_that_may_be_skipped_lower_for_the_gpu(seed):
+    chunk = Chunk(SMALL_UPDATE[0], optax.chain(optax.clip(0.5), optax.adamw(1e-3)), seed)
+    scalars = (*chunk.scalars, jnp.int32(1))
+    choice = dispatch.update(device(), chunk.update_or_skip, scalars, chunk.grad, chunk.lanes, **chunk.settings)
+    assert choice.kernel, choice.reason
+
+
 def test_pages_of_the_device_lower_for_the_gpu(seed):
     """Pages of 2 MiB take another path for checksums than the small ones that are interpreted."""
     for shape in (DEVICE_PARITY[1], DEVICE_PARITY[5]):
@@ -108,6 +115,8 @@ def test_kernel_form_writes_out_what_mosaic_refuses(seed):
         return {
             "powers": [jax.lax.integer_pow(x, y) for y in (0, 1, 2, 3, -1, -2)],
             "chosen": jax.lax.select_n(which, x, x + 1, x * 2),
+            "one_for_all": jnp.where(which[0] == 0, x, -x),
+            "clamped": jax.lax.clamp(-0.5, x, 0.5),
             "called": jax.jit(lambda y: jnp.where(y > 0, y, 0.0))(x),
         }
 
@@ -118,4 +127,4 @@ def test_kernel_form_writes_out_what_mosaic_refuses(seed):
     for a, b in zip(jax.tree.leaves(plain), jax.tree.leaves(rewritten), strict=True):
         assert jnp.allclose(a, b, rtol=1e-6)
     primitives = {eqn.primitive.name for eqn in jax.make_jaxpr(kernel_form(function))(x, which).eqns}
-    assert primitives.isdisjoint({"jit", "pjit"})
+    assert primitives.isdisjoint({"jit", "pjit", "clamp"})

@@ -41,6 +41,7 @@ def options() -> argparse.Namespace:
         parser.add_argument(f"--{name}-at", type=int, default=0, metavar="STEP")
     parser.add_argument("--raise-at", type=int, default=-1, metavar="STEP", help="0: before the session")
     parser.add_argument("--sleep-secs", type=float, default=0.0)
+    parser.add_argument("--ask", action="store_true", help="after the first step, a line from the terminal")
     parser.add_argument("--no-session", choices=("wait", "end"))
     parser.add_argument("--distributed", action="store_true")
     return parser.parse_args()
@@ -131,7 +132,7 @@ def main() -> None:
         start_workers()
     init, loss_fn = model(args.width, args.frozen_gib)
     step = leto.TrainStep(loss_fn, optimizer(args), non_finite=args.non_finite)
-    protection = leto.Protection(chunk_bytes=1 << 17)
+    protection = leto.Protection(chunk_bytes=1 << 30 if args.frozen_gib else 1 << 17)
     with leto.session(init, step, dataset(args), key=jax.random.key(0), steps=args.steps, protection=protection) as s:
         state = s.state
         for t, batch in s:
@@ -144,6 +145,8 @@ def main() -> None:
             if t == args.dead_state_at:
                 s.step(before, batch)
             print(f"step {t} loss {float(metrics['loss'])!r}", flush=True)
+            if args.ask and t == 1:
+                print(f"answer {input()!r}", flush=True)
             if t == args.raise_at:
                 raise ValueError(f"raised in the body of step {t}")
             if t == args.sleep_at:
