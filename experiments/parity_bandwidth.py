@@ -222,7 +222,7 @@ def plot(rows: list[dict[str, Any]], device: str, path: Any) -> None:
                     rotation=90,
                     padding=2,
                     label_type="center",
-                    color="white",
+                    color=("black", "black", "white")[k],
                 )
         axis.axhline(90, color="#d94801", linewidth=1, linestyle="--")
         axis.set_xticks(range(len(ROWS)), [f"D = {d}" for d in ROWS])

@@ -154,11 +154,13 @@ def _ended_jobs() -> list[str]:
 def _status_or_kept(name: str) -> dict[str, Any]:
     """Status from the agent; where there is none, the state is kept by the manager alone."""
     from leto_jax.agent import client
+    from leto_jax.manager import runtime
 
     try:
         return client.ask(name, {"op": "status"})
     except errors.JobError:
-        return {"job": name, "state": "kept", "step": None, "ranks": [], "restarts": None}
+        step = client.read_run_file(runtime.job_dir(name)).get("step")
+        return {"job": name, "state": "kept", "step": step, "ranks": [], "restarts": None}
 
 
 @app.command()

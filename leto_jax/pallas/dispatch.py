@@ -5,20 +5,24 @@ A caller that has an XLA form asks when it builds a program, not each step:
     choice = dispatch.parity(device, row_words, page_words)
     encode = functools.partial(pallas.parity.encode, ...) if choice.kernel else ...
 
-`python -m leto_jax.pallas.dispatch` prints `report` as JSON, for `leto doctor`.
+`python -m leto_jax.pallas.dispatch` prints `report` as JSON, for `leto doctor`. Kernels are imported only once the device allows them:
+Mosaic GPU takes a second to import, which a trainer on the CPU need not spend.
 """
+
+from __future__ import annotations
 
 import json
 import sys
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 
-from leto_jax.pallas import fused, reference
-from leto_jax.pallas import parity as parity_kernels
 from leto_jax.pallas.words import Coefficients
+
+if TYPE_CHECKING:
+    from leto_jax.pallas.fused import Update
 
 OLDEST_CAPABILITY = (9, 0)
 
@@ -46,6 +50,8 @@ def parity(device: Any, row_words: int, page_words: int | None = None) -> Choice
     """For `parity.encode`, `decode` and `page_checksums`: rows of `row_words` words in pages of `page_words`."""
     choice = device_choice(device)
     if choice.kernel:
+        from leto_jax.pallas import parity as parity_kernels
+
         try:
             parity_kernels.choose_tile(row_words, page_words, 1)
         except ValueError as error:
@@ -55,7 +61,7 @@ def parity(device: Any, row_words: int, page_words: int | None = None) -> Choice
 
 def update(
     device: Any,
-    function: fused.Update,
+    function: Update,
     scalars: Sequence[Any],
     grad: Any,
     lanes: Sequence[Any],
@@ -71,6 +77,8 @@ def update(
     choice = device_choice(device)
     if not choice.kernel:
         return choice
+    from leto_jax.pallas import fused
+
     settings: dict[str, Any] = {"data_rows": data_rows, "coefficients": coefficients, "page_bytes": page_bytes}
     struct = lambda x: None if x is None else jax.ShapeDtypeStruct(x.shape, x.dtype)
     arguments = tuple(map(struct, scalars)), struct(grad), tuple(map(struct, lanes))
@@ -82,8 +90,10 @@ def update(
     return Choice(False, f"XLA: {reason}") if reason else choice
 
 
-def lowering_error(function: fused.Update, arguments: tuple[Any, Any, Any], settings: dict[str, Any]) -> str | None:
+def lowering_error(function: Update, arguments: tuple[Any, Any, Any], settings: dict[str, Any]) -> str | None:
     """Why Mosaic GPU cannot lower an update, None if it can. Works without a GPU."""
+    from leto_jax.pallas import fused
+
     program = jax.jit(lambda scalars, grad, lanes: fused.fused_update(function, scalars, grad, lanes, **settings))
     try:
         program.trace(*arguments).lower(lowering_platforms=("cuda",))
@@ -129,26 +139,34 @@ def _equal(a: Any, b: Any) -> bool:
 
 
 def _try_encode() -> bool:
+    from leto_jax.pallas import parity, reference
+
     data = _data()
-    return _equal(parity_kernels.encode(data, _COEFFICIENTS)[0], reference.encode(data, _COEFFICIENTS)[0])
+    return _equal(parity.encode(data, _COEFFICIENTS)[0], reference.encode(data, _COEFFICIENTS)[0])
 
 
 def _try_decode() -> bool:
+    from leto_jax.pallas import parity, reference
+
     data = _data()
-    parity = reference.encode(data, _COEFFICIENTS)[0]
-    return _equal(parity_kernels.decode(data, parity, (1, 2, 3, 4), ((1, 1, 1, 1),)), data[:1])
+    rows = reference.encode(data, _COEFFICIENTS)[0]
+    return _equal(parity.decode(data, rows, (1, 2, 3, 4), ((1, 1, 1, 1),)), data[:1])
 
 
 def _try_checksums() -> bool:
+    from leto_jax.pallas import parity, reference
+
     data = _data()
-    return _equal(parity_kernels.page_checksums(data, _PAGE_WORDS), reference.page_checksums(data, _PAGE_WORDS))
+    return _equal(parity.page_checksums(data, _PAGE_WORDS), reference.page_checksums(data, _PAGE_WORDS))
 
 
 def _try_update() -> bool:
+    from leto_jax.pallas import fused, reference
+
     lane = jax.random.normal(jax.random.key(1), (4 * 2 * _PAGE_WORDS,))
     settings: dict[str, Any] = {"data_rows": 4, "coefficients": _COEFFICIENTS, "page_bytes": 4 * _PAGE_WORDS}
-    update = lambda scalars, grad, lanes: (-lanes[0],)  # Exact, so that all of it can be compared.
-    return _equal(fused.fused_update(update, (), lane, (lane,), **settings), reference.fused_update(update, (), lane, (lane,), **settings))
+    negate = lambda scalars, grad, lanes: (-lanes[0],)  # Exact, so that all of it can be compared.
+    return _equal(fused.fused_update(negate, (), lane, (lane,), **settings), reference.fused_update(negate, (), lane, (lane,), **settings))
 
 
 _TRIALS = {"encode": _try_encode, "decode": _try_decode, "page checksums": _try_checksums, "fused update": _try_update}

@@ -24,7 +24,7 @@ from jaxlib.mlir.dialects import arith, memref, vector
 THREADS = 128
 WARPS = 4
 
-# Barriers around every store would keep the warps of a block in step. The kernels need none: no thread reads what another wrote.
+# No barriers around every store: no thread reads what another wrote, except where a barrier is written out.
 PARAMS = plgpu.CompilerParams(unsafe_no_auto_barriers=True)
 
 

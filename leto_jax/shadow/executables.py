@@ -87,9 +87,9 @@ def identify(job: Job, lowered: Mapping[str, jax.stages.Lowered]) -> Identity:
 
 
 def compile_all(lowered: Mapping[str, jax.stages.Lowered], to_pack: bool = False) -> dict[str, jax.stages.Compiled]:
-    """Compiles every program. to_pack: past JAX's persistent cache, since what XLA for the CPU has loaded from there it cannot serialize
-    again (the bytes load elsewhere, and then lack their functions)."""
-    if not to_pack:
+    """Compiles every program. to_pack: on the CPU past JAX's persistent cache, since what XLA for the CPU has loaded from there it cannot
+    serialize again (the bytes load elsewhere, and then lack their functions)."""
+    if not to_pack or jax.default_backend() != "cpu":
         return {name: item.compile() for name, item in lowered.items()}
     enabled = jax.config.jax_enable_compilation_cache
     jax.config.update("jax_enable_compilation_cache", False)

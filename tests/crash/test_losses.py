@@ -38,6 +38,7 @@ from harness import (
     variant,
 )
 
+from leto_jax import layout as layouts
 from leto_jax import records
 from leto_jax.arena.metadata import LOST_SLOTS, LostRange
 from leto_jax.errors import TooManyErasuresError, UnrecoverableError
@@ -155,6 +156,16 @@ def read_only(v, moment) -> Ranges:
     return [("device", v.layout.read_only_pieces[0].offset, PAGE)]
 
 
+def batches(v, moment) -> Ranges:
+    """The end of each entry's payload: bytes of a batch. The records stay."""
+    found, size = v.layout.by_name["ring"], layouts.Packed(v.layout.spec.batch).nbytes
+    entry = found.nbytes // layouts.RING_ENTRIES
+    return [
+        ("host", found.offset + number * entry + records.BYTES + len(b"position 1") + size - 64, 64)
+        for number in range(layouts.RING_ENTRIES)
+    ]
+
+
 def both(*several: Callable[[harness.Variant, str], Ranges]) -> Callable[[harness.Variant, str], Ranges]:
     return lambda v, moment: [item for ranges in several for item in ranges(v, moment)]
 
@@ -197,6 +208,7 @@ FAULTS = {
     "all host parity": region("parity"),
     "all parity versions": versions,
     "ring": region("ring"),
+    "batches in the ring": batches,
     "host parity and gradients": both(region("parity"), gradients(LAST)),
     "host parity and staging": both(region("parity"), region("staging")),
 }
@@ -236,6 +248,7 @@ host checksums, last chunk       =     =      =      =      =     =     =     =
 all host parity                  =     =      =      =      =     =     =     =
 all parity versions              =     =      =      =      =     =     =     =
 ring                             =     =      =      =      =     =     =     =
+batches in the ring              =     =      =      =      =     =     =     =
 host parity and gradients        =     =      V      V      U     =     =     =
 host parity and staging          =     =      =      =      =     =     =     =
 """
@@ -275,6 +288,7 @@ host checksums, last chunk       =     =      =      =      =     =     =     =
 all host parity                  =     =      =      =      =     =     =     =
 all parity versions              =     =      =      =      =     =     =     =
 ring                             =     =      =      =      =     =     =     =
+batches in the ring              =     =      =      =      =     =     =     =
 host parity and gradients        =     =      V      V      U     =     =     =
 host parity and staging          =     =      =      =      =     =     =     =
 """
@@ -524,6 +538,37 @@ def test_marks_that_are_gone_do_not_make_a_chunk_be_applied_twice():
         for offset in offsets:
             damage(world, "device", offset, records.BYTES)
         assert outcome_of(v, world, "marks") == "X"
+
+
+@pytest.mark.parametrize("moment", list(Moment))
+def test_an_entry_of_the_ring_is_whole_or_not_there(moment):
+    """Also where the entry of four steps before is written over."""
+    v, kept = variant("adamw"), layouts.RING_ENTRIES
+    for last in range(1, 2 * kept + 2):
+        for point in (Point.RING_PAYLOAD, Point.RING_RECORD):
+            with World(v.layout) as world:
+                process = Incarnation(v, world)
+                put = lambda step, ring=process.ring: ring.put(step, b"position %d" % step, v.batch(step))
+                for step in range(1, last):
+                    put(step)
+                crash_at(lambda put=put, last=last: put(last), point, moment)
+                process.close()
+                process = Incarnation(v, world)
+                for step in range(last + 1):
+                    entry = process.ring.get(step)
+                    if max(0, last - kept) < step < last:
+                        assert entry is not None
+                    assert (
+                        entry is None
+                        or step > last - kept
+                        or (step == last - kept and point is Point.RING_PAYLOAD and moment is Moment.BEFORE)
+                    )
+                    if entry is not None:
+                        assert entry.position == b"position %d" % step
+                        assert entry.leaves is not None
+                        assert all(np.array_equal(a, b) for a, b in zip(entry.leaves, v.batch(step), strict=True))
+                assert (process.ring.get(last) is not None) == ((point, moment) == (Point.RING_RECORD, Moment.AFTER))
+                process.close()
 
 
 def test_a_full_list_of_lost_ranges_says_so():

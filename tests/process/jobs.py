@@ -100,6 +100,11 @@ class Jobs:
         self._runs.append(run)
         return run
 
+    def start(self, *arguments: object, steps: int = 6, **run: Any) -> Run:
+        """A job of `steps` steps that waits in the body of its first step, until `allow` lets it go on."""
+        job = self.name()
+        return self.run("--steps", steps, "--limit", self.root / f"limit-{job}", *arguments, job=job, **run)
+
     def processes(self) -> dict[int, str]:
         """Living processes of all these jobs by what the environment says: agents, managers, trainers, and whatever these have started."""
         return {pid: words for pid, words, environ in _processes() if f"XDG_RUNTIME_DIR={self.root / 'run'}".encode() in environ}
@@ -143,6 +148,7 @@ class Run:
         self.job, self.root = job, root
         self.directory = root / "run" / "leto" / job
         self.state = root / "state" / "leto" / job
+        self.limit = root / f"limit-{job}"
         self._out, self._err = root / f"out{number}", root / f"err{number}"
         command = [sys.executable, "-m", "leto_jax.cli", "run", "--job", job, *map(str, options), str(script), *map(str, arguments)]
         with open(self._out, "wb") as out, open(self._err, "wb") as err:
@@ -227,16 +233,27 @@ class Run:
         except subprocess.TimeoutExpired as exception:
             raise AssertionError(f"the job did not end within {secs:g} s:\n{self.status()}\n{self.err}") from exception
 
+    def finish_as_if_nothing_had_happened(self, steps: int, *earlier: Run) -> None:
+        """Lets a job from `Jobs.start` go to its end, and compares it with a run in which nothing failed; `earlier` were runs of the same job."""
+        self.allow(steps + 1)
+        assert self.finish() == 0, self.err
+        found = result("".join(run.out for run in (*earlier, self)))
+        assert found == alone("--steps", str(steps))
+        assert [row["step"] for row in self.metrics()] == list(range(1, steps + 1))
+        assert all(repr(row["loss"]) == found.losses[row["step"]] for row in self.metrics())
+        compiled = [item for item in self.events("takeover") if item["path"] in ("shadow", "late_shadow") and item["compiles"]]
+        assert compiled == []
+        assert len(self.events("fence")) == len(self.events("failure"))
+        assert [item for item in self.events("fence") if item["remaining"]] == []
+        end = self.events()[-1]
+        assert (end["event"], end["code"], self.events("done")[-1]["commit"]) == ("finish", 0, steps)
+
     # Doing something to it ----------------------------------------------------------------------------------------------------------
 
     def allow(self, step: int) -> None:
-        """With `--limit self.limit`: lets the loop go on into the body of `step`, which then waits."""
+        """Of a job from `Jobs.start`: lets the loop go on into the body of `step`, which then waits."""
         self.limit.with_suffix(".new").write_text(str(step))
         self.limit.with_suffix(".new").replace(self.limit)
-
-    @property
-    def limit(self) -> Path:
-        return limit_file(self.root, self.job)
 
     def kill(self, role: str = "trainer", number: int = signal.SIGKILL) -> int:
         """Signals the trainer or shadow from outside; returns its process number."""
@@ -295,6 +312,3 @@ class Run:
             self.process.kill()
             self.process.wait(END_SECS)
 
-
-def limit_file(root: Path, job: str) -> Path:
-    return root / f"limit-{job}"

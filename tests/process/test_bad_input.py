@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 import pytest
-from jobs import END_SECS, TINY, Jobs, Run, alone, leto, limit_file, result, wait_until
+from jobs import END_SECS, TINY, Jobs, Run, alone, leto, result, wait_until
 
 from leto_jax import cli, errors
 from leto_jax.agent import client
@@ -199,8 +199,8 @@ def copy_of_tiny(jobs: Jobs) -> Path:
 
 @pytest.mark.timeout(600)
 def test_a_script_that_is_edited_while_it_runs(jobs):
-    script, job = copy_of_tiny(jobs), jobs.name()
-    run = jobs.run("--steps", 12, "--limit", limit_file(jobs.root, job), job=job, script=script)
+    script = copy_of_tiny(jobs)
+    run = jobs.start(steps=12, script=script)
     run.wait_for_shadow()
     script.write_text(TINY.read_text().replace("jnp.tanh(hidden", "jnp.sin(hidden"))
     run.kill()  # the shadow that is ready has read the old script
@@ -217,17 +217,15 @@ def test_a_script_that_is_edited_while_it_runs(jobs):
     run.kill()
     assert run.wait_for("takeover", 2)["path"] == "cold"
     run.wait_for_shadow()
-    run.allow(13)
-    assert run.finish() == 0, run.err
-    assert run.result == alone("--steps", "12")
+    run.finish_as_if_nothing_had_happened(12)
 
 
 @pytest.mark.timeout(600)
 def test_jobs_that_are_there_or_not(jobs):
     """`inject` without a job and with several, a second `leto run`, and what talks nonsense to an agent."""
     assert_refused("no job is running; start one with `leto run SCRIPT`", "inject")
-    first, second = sorted(jobs.name() for _ in range(2))
-    runs = [jobs.run("--limit", limit_file(jobs.root, job), job=job, options=("--shadow-level", 0)) for job in (first, second)]
+    runs = [jobs.start(options=("--shadow-level", 0)) for _ in range(2)]
+    first, second = sorted(run.job for run in runs)
     for run in runs:
         run.wait_for_step(1)
     commands = {
@@ -370,8 +368,7 @@ def test_wrong_values_on_the_command_line(leto_dirs, monkeypatch, capsys):
 @pytest.fixture
 def damaged(jobs: Jobs) -> Iterator[tuple[Run, Control]]:
     """A job, and its control words to spoil."""
-    job = jobs.name()
-    run = jobs.run("--steps", 200, "--limit", limit_file(jobs.root, job), job=job)
+    run = jobs.start(steps=60)
     run.wait_for_shadow()
     with ManagerClient(run.directory / runtime.SOCKET_NAME, "tool") as tool, tool.open(control_name(0)) as descriptor:
         control = Control(descriptor.fd)
@@ -413,9 +410,7 @@ def test_damaged_control_words(damaged):
         failures += 1
         assert run.wait_for("failure", failures)["reason"].startswith(reason)
         run.wait_for("takeover", failures)
-    run.allow(201)
-    assert run.finish() == 0, run.err
-    assert run.result == alone("--steps", "200")
+    run.finish_as_if_nothing_had_happened(60)
 
 
 def test_a_process_that_is_killed_before_its_first_step(jobs):

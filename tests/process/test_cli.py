@@ -12,7 +12,7 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
-from jobs import END_SECS, REPOSITORY, TINY, alone, leto, limit_file, result, wait_until
+from jobs import END_SECS, REPOSITORY, TINY, alone, leto, result, wait_until
 
 STATUS_KEYS = {"job", "state", "step", "ranks", "restarts"}
 RANK_KEYS = {"rank", "pid", "role", "phase", "level", "step"}
@@ -32,8 +32,8 @@ def one_object(*command: object, code: int = 0) -> dict[str, Any]:
 
 @pytest.mark.timeout(300)
 def test_a_job_from_start_to_stop(jobs):
-    job = jobs.name()
-    run = jobs.run("--steps", 50, "--limit", limit_file(jobs.root, job), job=job)
+    run = jobs.start(steps=50)
+    job = run.job
     run.wait_for_shadow()
     with ThreadPoolExecutor(2) as pool:
         status, listed, doctor, table = pool.map(
@@ -74,7 +74,7 @@ def test_a_job_from_start_to_stop(jobs):
     assert set(takeover["stages"]) >= {"detect", "fence", "attach", "verify", "roll_forward", "first_step"}
 
     assert leto("stop").stdout == f"stopped {job}\n"
-    assert run.process.poll() == 0  # stop returns when it is done
+    assert run.finish(5) == 0  # stop returns when it is done
     assert jobs.leftovers() == []
     assert one_object("ls") == {"jobs": []}
     assert one_object("ls", "--all") == {"jobs": [{"job": job, "state": "ended", "step": None, "restarts": None}]}
@@ -152,7 +152,7 @@ def test_the_environment_of_a_job_is_whole_or_refused(jobs):
 
 
 def test_ls_shows_a_job_that_nobody_attends(jobs):
-    run = jobs.run("--steps", 50, "--limit", limit_file(jobs.root, "x"), options=("--shadow-level", 0))
+    run = jobs.start(options=("--shadow-level", 0))
     run.wait_for_step(1)
     run.kill_agent()
     wait_until(lambda: not run.carriers(), END_SECS, "the end of the trainer")

@@ -7,35 +7,26 @@ import os
 import signal
 
 import pytest
-from jobs import END_SECS, Jobs, Run, alone, leto, limit_file, result, wait_until
+from jobs import END_SECS, Jobs, Run, leto, wait_until
 
 STEPS = 20
 
 
-def start(jobs: Jobs, *arguments: object, steps: int = STEPS) -> Run:
+def start(jobs: Jobs, *arguments: object) -> Run:
     """A job that waits in the body of its first step, with a shadow that is ready."""
-    job = jobs.name()
-    run = jobs.run("--steps", steps, "--limit", limit_file(jobs.root, job), *arguments, job=job)
+    run = jobs.start(*arguments, steps=STEPS)
     run.wait_for_shadow()
     return run
 
 
-def again(jobs: Jobs, run: Run, *arguments: object, steps: int = STEPS) -> Run:
+def again(jobs: Jobs, run: Run, *arguments: object) -> Run:
     """The same `leto run --job`."""
-    return jobs.run("--steps", steps, "--limit", run.limit, *arguments, job=run.job)
+    return jobs.run("--steps", STEPS, "--limit", run.limit, *arguments, job=run.job)
 
 
 def go_on_to(run: Run, step: int) -> None:
     run.allow(step)
     run.wait_for_step(step)
-
-
-def check_end(runs: list[Run], steps: int = STEPS) -> None:
-    """The last of these runs of one job goes to its end, and together they are as if nothing had happened."""
-    runs[-1].allow(steps + 1)
-    assert runs[-1].finish() == 0, runs[-1].err
-    assert result("".join(run.out for run in runs)) == alone("--steps", str(steps))
-    assert [row["step"] for row in runs[-1].metrics()] == list(range(1, steps + 1))
 
 
 def workers_of(run: Run) -> dict[int, str]:
@@ -67,7 +58,7 @@ def test_kill_9_of_the_state_manager(jobs):
     assert run.wait_for("takeover", 2)["path"] == "shadow"
     run.wait_for("manager", 2)
     assert "the state manager died; starting another one with the agent's descriptors" in run.err
-    check_end([run])
+    run.finish_as_if_nothing_had_happened(STEPS)
 
 
 def test_kill_9_of_the_agent(jobs):
@@ -86,7 +77,7 @@ def test_kill_9_of_the_agent(jobs):
     attached = more.wait_for("attached", incarnation=spawned["incarnation"])
     assert (attached["commit"], attached["action"]) == (5, "redo")
     assert f"attached to job {run.job!r}: retained state found" in more.err
-    check_end([run, more])
+    more.finish_as_if_nothing_had_happened(STEPS, run)
     assert "step 4 " not in more.out
 
 
@@ -110,7 +101,7 @@ def test_kill_9_of_both_at_once(jobs):
     more = again(jobs, run)
     gone = f"the retained state of job {run.job!r} is gone (state manager and agent both died after step 5); starting from step 0, as no checkpoint was asked for"
     wait_until(lambda: gone in more.err, END_SECS, lambda: more.err)
-    check_end([run, more])
+    more.finish_as_if_nothing_had_happened(STEPS, run)
 
 
 def test_a_new_agent_comes_before_the_old_processes_have_noticed(jobs):
@@ -124,7 +115,7 @@ def test_a_new_agent_comes_before_the_old_processes_have_noticed(jobs):
     more.wait_for("start", 2)
     left = set(old) & set(more.carriers())
     assert not left, {pid: old[pid] for pid in left}
-    check_end([run, more])
+    more.finish_as_if_nothing_had_happened(STEPS, run)
 
 
 def memory_of(pids: dict[int, str]) -> list[str]:
@@ -160,8 +151,7 @@ def test_what_a_script_leaves_running_ends_with_the_job(jobs):
 
 def test_a_data_worker_outlives_the_thread_that_forked_it(jobs):
     """Data pipelines fork in threads of their own, which may end: that is not the end of the trainer."""
-    job = jobs.name()
-    run = jobs.run("--steps", 4, "--workers", "--limit", limit_file(jobs.root, job), job=job, options=["--shadow-level", 0])
+    run = jobs.start("--workers", steps=4, options=["--shadow-level", 0])
     run.wait_for_step(1)
     assert sum("sleep" in words for words in run.carriers().values()) == 1
     assert len(run.carriers()) == 4, run.carriers()

@@ -7,7 +7,6 @@ import signal
 import time
 
 import pytest
-from jobs import Jobs, Run, alone, limit_file
 
 from leto_jax.config import Deadlines
 
@@ -27,31 +26,10 @@ STEPS = 600
 STEPS_PER_KILL = 30
 
 
-def start(jobs: Jobs, steps: int, *options: object) -> Run:
-    """A job that waits in the body of its first step until `allow` lets it go on."""
-    job = jobs.name()
-    run = jobs.run("--steps", steps, "--limit", limit_file(jobs.root, job), job=job, options=options)
-    run.wait_for("first_step")
-    return run
-
-
-def finish_and_compare(run: Run, steps: int) -> None:
-    """Lets the job go to its end: it must be as if nothing had happened."""
-    run.allow(steps + 1)
-    assert run.finish() == 0, run.err
-    assert run.result == alone("--steps", str(steps))
-    assert [row["step"] for row in run.metrics()] == list(range(1, steps + 1))
-    assert all(repr(row["loss"]) == run.result.losses[row["step"]] for row in run.metrics())
-    by_shadow = [item for item in run.events("takeover") if item["path"] in ("shadow", "late_shadow")]
-    assert [item for item in by_shadow if item["compiles"]] == []
-    assert len(run.events("fence")) == len(run.events("failure"))
-    assert [item for item in run.events("fence") if item["remaining"]] == []
-    assert (run.events()[-1]["event"], run.events()[-1]["code"], run.events("done")[-1]["commit"]) == ("finish", 0, steps)
-
-
 @pytest.mark.timeout(900)
 def test_killed_at_ten_places_and_ten_times_at_random(jobs, seed):
-    run = start(jobs, STEPS)
+    run = jobs.start(steps=STEPS)
+    run.wait_for("first_step")
     failures = takeovers = 0
 
     def failed(**expected: object) -> dict:
@@ -104,7 +82,7 @@ def test_killed_at_ten_places_and_ten_times_at_random(jobs, seed):
             failed(reason="SIGKILL")
         taken_over("shadow", "late_shadow", "cold")
 
-    finish_and_compare(run, STEPS)
+    run.finish_as_if_nothing_had_happened(STEPS)
     reasons = [item["reason"] for item in run.events("failure")]
     assert reasons == ["SIGKILL"] * failures
     assert failures >= 20
@@ -124,7 +102,8 @@ KINDS = (
 @pytest.mark.timeout(600)
 def test_every_kind_of_failure(jobs):
     steps = 60
-    run = start(jobs, steps)
+    run = jobs.start(steps=steps)
+    run.wait_for("first_step")
     run.allow(6)
     run.wait_for_step(6)  # now step times are known
     for number, (kind, phase, reason) in enumerate(KINDS, 1):
@@ -151,12 +130,12 @@ def test_every_kind_of_failure(jobs):
     taken = run.wait_for("failure", len(KINDS) + 1)
     assert (taken["kind"], taken["phase"]) == ("stopped", "body")
     assert Deadlines.stopped <= taken["detect_secs"] < Deadlines.stopped + 1
-    finish_and_compare(run, steps)
+    run.finish_as_if_nothing_had_happened(steps)
 
 
 @pytest.mark.timeout(300)
 def test_a_shadow_that_dies_is_replaced(jobs):
-    run = start(jobs, 12)
+    run = jobs.start(steps=12)
     run.wait_for_shadow()
     shadow = run.kill("shadow")
     refused = run.wait_for("refused")
@@ -165,6 +144,6 @@ def test_a_shadow_that_dies_is_replaced(jobs):
     assert run.pid("shadow") != shadow
     run.kill()
     assert run.wait_for("takeover")["path"] == "shadow"
-    finish_and_compare(run, 12)
+    run.finish_as_if_nothing_had_happened(12)
     assert len(run.events("failure")) == 1
     assert "the shadow ended (SIGKILL); the next one starts" in run.err
