@@ -158,7 +158,7 @@ def _isal(words: np.ndarray, parity_rows: int) -> Callable[[], None] | None:
     sources = (ctypes.c_void_p * data_rows)(*(words.ctypes.data + row * row_bytes for row in range(data_rows)))
     targets = (ctypes.c_void_p * parity_rows)(*(out.ctypes.data + row * row_bytes for row in range(parity_rows)))
 
-    def run() -> None:
+    def run(keep: Any = (words, out, tables)) -> None:  # the addresses hold nothing alive
         library.ec_encode_data(row_bytes, data_rows, parity_rows, tables.ctypes.data_as(ctypes.c_void_p), sources, targets)
 
     run()
