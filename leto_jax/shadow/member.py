@@ -100,7 +100,9 @@ class Member:
                 message, fds = protocol.receive(self._agent, deadline=time.monotonic() + 3600)
             except errors.DeadlineError:
                 continue
-            except errors.ProtocolError as exception:  # the agent is dead, and the guardian ends us
+            except errors.ProtocolError as exception:
+                # The agent is dead. The guardian ends this process with all that it has started, which a mere exit would leave behind.
+                time.sleep(MANAGER_SECS)
                 raise SystemExit(1) from exception
             protocol.close_fds(fds)
             if message.get("op") == "promote":

@@ -27,6 +27,7 @@ from typing import Any, NamedTuple
 
 from leto_jax import errors
 from leto_jax.agent import client
+from leto_jax.agent.processes import state_letter
 from leto_jax.goodput import journal
 
 REPOSITORY = Path(__file__).resolve().parents[2]
@@ -136,7 +137,9 @@ def _processes() -> Iterator[tuple[int, str, list[bytes]]]:
         with contextlib.suppress(OSError):
             if int(name) != os.getpid():
                 words = Path(f"/proc/{name}/cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace")
-                yield int(name), words, Path(f"/proc/{name}/environ").read_bytes().split(b"\0")
+                environ = Path(f"/proc/{name}/environ").read_bytes().split(b"\0")
+                role = next((entry.decode() for entry in environ if entry.startswith(b"LETO_ROLE=")), "")
+                yield int(name), f"{words}{role} {state_letter(int(name))}".strip(), environ
 
 
 class Run:
