@@ -54,6 +54,7 @@ from leto_jax.shadow.member import AGENT_SOCKET, IDENTITY, control_name
 TICK_SECS = 0.02
 PROGRESS_SECS = 30.0
 REPLY_SECS = 2.0
+LOOK_SECS = 1.0
 MANAGER_RETRY_SECS = 2.0
 MANAGER_END_SECS = 5.0
 STEP_WINDOW = 64
@@ -108,7 +109,7 @@ class Agent:
     def __init__(self, settings: Settings, environ: Mapping[str, str] = os.environ, say=None):
         self.settings = settings
         self._environ = {**environ, **_cache_settings(environ, settings.job_dir)}
-        self._say = say or (lambda text: print(f"leto: {text}", file=sys.stderr, flush=True))
+        self._say = say or _say
         self.journal = Journal(settings.job_dir / "journal.jsonl")
         self._selector = selectors.DefaultSelector()
         self._trainer: Child | None = None
@@ -135,6 +136,8 @@ class Agent:
         self._done_event: dict[str, Any] | None = None
         self._interrupts = 0
         self._manager_process: subprocess.Popen | None = None
+        self._listener: socket.socket | None = None
+        self._look_at = 0.0
 
     # Life of the job --------------------------------------------------------------------------------------------------------------
 
@@ -146,14 +149,19 @@ class Agent:
             if self._manager_process is not None:  # nothing is in it yet
                 self._manager_process.kill()
                 self._manager_process.wait()
+            if self._listener is not None:
+                self._listener.close()
+                client.remove_job_dir(self._directory, [AGENT_SOCKET])
             raise
         try:
             self._start_trainer("first" if not self._attached else "attach")
             while self._exit is None:
                 self._turn()
             return self._close()
-        except BaseException as exception:
-            self._exit = self._exit or (1, f"the agent failed: {exception!r}")
+        except (
+            BaseException
+        ) as exception:  # a mistake of ours, or of the machine: what was trained is kept, as if the agent had been killed
+            self._exit = (policy.GAVE_UP if self._retained else 1, f"the agent failed: {exception!r}")
             with contextlib.suppress(Exception):
                 self._close()
             raise
@@ -162,9 +170,8 @@ class Agent:
         job = self.settings.job
         directory = runtime.ensure_job_dir(job)
         self._directory = directory
-        self._listener, _ = protocol.listen(directory / AGENT_SOCKET, what=f"the agent of job {job!r} (`leto run` is running)")
+        self._listen()
         become_subreaper()
-        self._selector.register(self._listener, selectors.EVENT_READ, self._accept)
         for number in (signal.SIGINT, signal.SIGTERM):
             signal.signal(number, self._interrupted)
         socket_path = directory / runtime.SOCKET_NAME
@@ -199,6 +206,28 @@ class Agent:
         self._write_run_file("running")
         self.journal.write("start", job=job, script=self.settings.script, arguments=list(self.settings.arguments), attached=self._attached)
 
+    def _listen(self) -> None:
+        what = f"the agent of job {self.settings.job!r} (`leto run` is running)"
+        self._listener, _ = protocol.listen(self._directory / AGENT_SOCKET, what=what)
+        self._selector.register(self._listener, selectors.EVENT_READ, self._accept)
+
+    def _stay_reachable(self) -> None:
+        """Cleaners of temporary directories remove what looks unused: without its socket nobody could stop the job, and no shadow join it."""
+        self._look_at = time.monotonic() + LOOK_SECS
+        if (self._directory / AGENT_SOCKET).exists():
+            return
+        old = self._listener
+        assert old is not None
+        try:
+            runtime.ensure_job_dir(self.settings.job)
+            self._listen()
+        except (errors.LetoError, OSError) as exception:
+            self._say(f"the agent's socket has vanished and cannot be made again: {exception}; trying on")
+        else:
+            self._selector.unregister(old)
+            old.close()
+            self._say("the agent's socket had vanished; made it again")
+
     def _turn(self) -> None:
         """One round: what became readable, then what became late."""
         for key, _ in self._selector.select(TICK_SECS):
@@ -210,6 +239,8 @@ class Agent:
             self._start_shadow()
         if self._subscription.lost and time.monotonic() >= self._manager_due:
             self._replace_manager()
+        if time.monotonic() >= self._look_at:
+            self._stay_reachable()
         reap_orphans(
             {child.pid for child in (self._trainer, self._shadow) if child is not None}
             | ({self._manager_process.pid} if self._manager_process else set())
@@ -220,6 +251,8 @@ class Agent:
         assert self._exit is not None
         code, reason = self._exit
         keep = code == policy.GAVE_UP
+        if keep and self._subscription.lost:
+            self._replace_manager()
         manager = self._open_manager()
         if self._trainer is not None:
             self._ended(self._trainer)
@@ -243,11 +276,9 @@ class Agent:
         if self._manager_process is not None:
             self._manager_process.poll()
         for sock in (self._listener, *self._connections):
-            sock.close()
-        with contextlib.suppress(OSError):
-            os.unlink(self._directory / AGENT_SOCKET)
-        if not keep:
-            client.remove_job_dir(self._directory)
+            if sock is not None:
+                sock.close()
+        client.remove_job_dir(self._directory, [AGENT_SOCKET] if keep else client.JOB_FILES)
         self.journal.close()
         if keep:
             self._say(
@@ -371,7 +402,7 @@ class Agent:
 
     def _fence(self, child: Child) -> fence.FenceReport:
         """Kills and reaps a child and everything that descends from it."""
-        report = fence.fence(child.token, [child.pid], self.settings.deadlines.reap)
+        report = fence.fence(child.token, [child.identity], self.settings.deadlines.reap)
         with contextlib.suppress(subprocess.TimeoutExpired):
             child.popen.wait(0.5)
         self._drop(child)
@@ -663,6 +694,7 @@ class Agent:
 
     def _accept(self) -> None:
         with contextlib.suppress(OSError):
+            assert self._listener is not None
             sock, _ = self._listener.accept()
             if protocol.peer_of(sock).uid != os.geteuid():
                 sock.close()
@@ -898,6 +930,7 @@ class Agent:
         }
 
     def _write_run_file(self, state: str, *tokens: str) -> None:
+        """A note for the next agent, in case that this one and the manager die. Training does not depend on it."""
         path = self._directory / client.RUN_FILE
         temporary = path.with_suffix(".new")
         tokens = (*tokens, *(child.token for child in (self._trainer, self._shadow) if child is not None))
@@ -908,8 +941,14 @@ class Agent:
             "incarnation": self._incarnation,
             "tokens": tokens,
         }
-        temporary.write_text(json.dumps(found))
-        temporary.replace(path)
+        with contextlib.suppress(OSError):
+            temporary.write_text(json.dumps(found))
+            temporary.replace(path)
+
+
+def _say(text: str) -> None:
+    with contextlib.suppress(OSError, ValueError):  # a terminal that was closed must not end the job
+        print(f"leto: {text}", file=sys.stderr, flush=True)
 
 
 def _cache_settings(environ: Mapping[str, str], job_dir: Path) -> dict[str, str]:

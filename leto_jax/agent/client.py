@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import time
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,7 @@ from leto_jax.manager import protocol, runtime
 from leto_jax.shadow.member import AGENT_SOCKET
 
 RUN_FILE = "run.json"
+JOB_FILES = (RUN_FILE, AGENT_SOCKET, runtime.LOG_NAME, runtime.SOCKET_NAME, runtime.LOCK_NAME)
 _RETRY_SECS = 0.02
 
 
@@ -55,9 +57,9 @@ def read_run_file(directory: Path) -> dict[str, Any]:
     return found if isinstance(found, dict) else {}
 
 
-def remove_job_dir(directory: Path) -> None:
-    """Removes what a job whose processes are gone has left in the runtime directory."""
-    for name in (RUN_FILE, AGENT_SOCKET, runtime.LOG_NAME, runtime.SOCKET_NAME, runtime.LOCK_NAME):
+def remove_job_dir(directory: Path, files: Iterable[str] = JOB_FILES) -> None:
+    """Removes what a job whose processes are gone has left in the runtime directory, and that directory if nothing else is in it."""
+    for name in files:
         with contextlib.suppress(OSError):
             (directory / name).unlink()
     with contextlib.suppress(OSError):

@@ -275,7 +275,9 @@ def proc(root: str = "/") -> Found:
         directory = Path(root) / "proc" / str(popen.pid)
         try:
             stat = (directory / "stat").read_text()
-            token = b"LETO_DOCTOR=1" in (directory / "environ").read_bytes().split(b"\0")
+            until = time.monotonic() + 1.0  # exec closes the pipe that Popen waits for before the environment shows
+            while not (token := b"LETO_DOCTOR=1" in (directory / "environ").read_bytes().split(b"\0")) and time.monotonic() < until:
+                time.sleep(0.01)
         finally:
             popen.kill()
     if ")" not in stat or not token:

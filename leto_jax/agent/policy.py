@@ -141,6 +141,8 @@ def overdue(
             )
         return None
     since = (now_ns - progress.phase_since_ns) / 1e9
+    if progress.phase is Phase.INIT and since > deadlines.init:
+        return Kind.HANG, f"the state was not filled or attached within {deadlines.init:g} s", progress.phase_since_ns
     if progress.phase is Phase.TAKEOVER and since > deadlines.takeover:
         return Kind.HANG, f"the takeover did not end within {deadlines.takeover:g} s", progress.phase_since_ns
     if progress.phase is Phase.BODY and since > deadlines.body:

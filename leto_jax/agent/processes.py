@@ -24,6 +24,7 @@ class Child:
     def __init__(self, popen: subprocess.Popen, process: Process, token: str):
         self.popen, self.process, self.token = popen, process, token
         self.pid = popen.pid
+        self.identity = fence.process_id(popen.pid) or fence.ProcessId(popen.pid, -1)  # its number may be somebody else's once it is reaped
         self.pidfd = os.pidfd_open(popen.pid)
         self.role = process.role
         self.ready = False

@@ -412,7 +412,7 @@ class Session:
         control = self._control
         if control is not None:
             control.enter(phase)
-            if phase is Phase.BODY:  # committed: no work of this step can be lost any more
+            if phase in (Phase.DRAIN, Phase.BODY):  # committed: no work of this step can be lost any more
                 control[Word.COMMIT] = step
                 control[Word.ARMED_SINCE_NS] = 0
             self._injector.check(phase, step, chunk)

@@ -314,4 +314,3 @@ class Run:
         if self.process.poll() is None:
             self.process.kill()
             self.process.wait(END_SECS)
-

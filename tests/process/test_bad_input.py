@@ -179,8 +179,14 @@ def test_an_exception_at_the_same_step_again_and_again(jobs):
         return other.err
 
     changed = {
-        ("--width", 320): "params: the job holds ['b']: float32[256], this process brings ['b']: float32[320]; start the script with the model, ",
-        ("--optimizer", "sgd"): "shared: only the job has [1][0].count: int32[]; start the script with the model, optimizer and settings of the job",
+        (
+            "--width",
+            320,
+        ): "params: the job holds ['b']: float32[256], this process brings ['b']: float32[320]; start the script with the model, ",
+        (
+            "--optimizer",
+            "sgd",
+        ): "shared: only the job has [1][0].count: int32[]; start the script with the model, optimizer and settings of the job",
         ("--rate", 0.5): "program 'decide': the job compiled ",
     }
     for arguments, message in changed.items():

@@ -148,7 +148,10 @@ def test_the_environment_of_a_job_is_whole_or_refused(jobs):
         env={**os.environ, "LETO_JOB": "half"},
     )
     assert done.returncode == 1
-    assert "expected all of LETO_JOB, LETO_ROLE, LETO_RANK, LETO_SOCKET, LETO_INCARNATION, LETO_JOB_DIR (set by `leto run`), found none for" in done.stderr
+    assert (
+        "expected all of LETO_JOB, LETO_ROLE, LETO_RANK, LETO_SOCKET, LETO_INCARNATION, LETO_JOB_DIR (set by `leto run`), found none for"
+        in done.stderr
+    )
 
 
 def test_ls_shows_a_job_that_nobody_attends(jobs):

@@ -18,7 +18,15 @@ import pytest
 from jobs import REPOSITORY, Run
 
 CHUNKS = 4  # of the tiny model
-PLACES = (("compute", -1), ("decide", -1), *(("update", chunk) for chunk in range(CHUNKS)), ("commit", -1), ("drain", -1), ("body", -1), ("takeover", -1))
+PLACES = (
+    ("compute", -1),
+    ("decide", -1),
+    *(("update", chunk) for chunk in range(CHUNKS)),
+    ("commit", -1),
+    ("drain", -1),
+    ("body", -1),
+    ("takeover", -1),
+)
 KINDS = ("sigkill", "exception", "exit", "oom", "sigstop", "spin", "page_loss", "page_corruption")
 RANDOM_KILLS = 100
 MATRIX_STEPS, RANDOM_STEPS = 600, 4000
@@ -99,7 +107,9 @@ def test_a_hundred_kills_at_random_times(jobs, seed):
 
 def write(name: str, seed: int, rows: list[dict[str, Any]]) -> None:
     """One test's part of the result; the other one's part stays. Both are bit-identical where this is reached."""
-    print(f"{name}: {len(rows)} failures, slowest takeover {max(row['takeover_secs'] for row in rows if row['path'] == 'shadow'):.3f} s by a ready shadow")
+    print(
+        f"{name}: {len(rows)} failures, slowest takeover {max(row['takeover_secs'] for row in rows if row['path'] == 'shadow'):.3f} s by a ready shadow"
+    )
     if os.environ.get("LETO_WRITE_RESULTS") != "1":
         return
     sys.path.insert(0, str(REPOSITORY / "experiments"))
