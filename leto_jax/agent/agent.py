@@ -158,9 +158,8 @@ class Agent:
             while self._exit is None:
                 self._turn()
             return self._close()
-        except (
-            BaseException
-        ) as exception:  # a mistake of ours, or of the machine: what was trained is kept, as if the agent had been killed
+        except BaseException as exception:
+            # A mistake of ours, or of the machine: what was trained is kept, as if the agent had been killed.
             self._exit = (policy.GAVE_UP if self._retained else 1, f"the agent failed: {exception!r}")
             with contextlib.suppress(Exception):
                 self._close()
@@ -438,7 +437,8 @@ class Agent:
             control[Word.COMMIT] = max(self._last_seen_commit, 0)
         failure = Failure(kind, detail, phase, control[Word.COMMIT], detect_secs)
         armed = control[Word.ARMED_SINCE_NS]
-        lost_secs = (failed_ns - armed) / 1e9 if armed else 0.0
+        committed = phase in (Phase.DRAIN, Phase.BODY)  # no work of this step is lost
+        lost_secs = (failed_ns - armed) / 1e9 if armed and not committed else 0.0
         self.journal.write(
             "failure",
             rank=0,

@@ -11,7 +11,6 @@ import os
 import signal
 import time
 
-from leto_jax import errors
 from leto_jax.arena.control import PHASES, Control, Word
 from leto_jax.faults import Phase
 
@@ -36,8 +35,8 @@ GPU_ONLY = (FailureKind.ILLEGAL_ADDRESS, FailureKind.TRAP)
 ANY = -1
 
 
-class InjectedFault(errors.LetoError):
-    """The exception of `--kind exception`."""
+class InjectedFault(RuntimeError):
+    """The exception of `--kind exception`. It stands for one of the script's, so it is none of ours."""
 
 
 class Injector:

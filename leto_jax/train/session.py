@@ -412,8 +412,9 @@ class Session:
         control = self._control
         if control is not None:
             control.enter(phase)
-            if phase in (Phase.DRAIN, Phase.BODY):  # committed: no work of this step can be lost any more
+            if phase in (Phase.DRAIN, Phase.BODY):
                 control[Word.COMMIT] = step
+            if phase is Phase.BODY:
                 control[Word.ARMED_SINCE_NS] = 0
             self._injector.check(phase, step, chunk)
         faults.reach(phase, step, chunk)

@@ -35,6 +35,7 @@ TINY = Path(__file__).resolve().parent / "scripts" / "tiny.py"
 START_SECS = 120.0  # generous: these tests share their machine
 END_SECS = 30.0
 LEFT_SECS = 10.0
+LETO = ("-m", "leto_jax.cli")
 _FINAL = re.compile(r"^final step=(\d+) loss=(\S+) digest=sha256:([0-9a-f]{64})$", re.MULTILINE)
 _STEP = re.compile(r"^step (\d+) loss (\S+)$", re.MULTILINE)
 
@@ -50,7 +51,7 @@ def wait_until[T](condition: Callable[[], T], secs: float, what: str | Callable[
 
 def leto(*arguments: object, secs: float = START_SECS) -> subprocess.CompletedProcess[str]:
     """A command of the CLI, to its end."""
-    command = [sys.executable, "-m", "leto_jax.cli", *map(str, arguments)]
+    command = [sys.executable, *LETO, *map(str, arguments)]
     return subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True, timeout=secs, check=False, stdin=subprocess.DEVNULL)
 
 
@@ -95,9 +96,19 @@ class Jobs:
     def name(self, stem: str = "job") -> str:
         return f"{stem}-{uuid.uuid4().hex[:8]}"
 
-    def run(self, *arguments: object, job: str | None = None, options: Sequence[object] = (), script: Path = TINY, **popen: Any) -> Run:
-        """Starts `leto run` and waits for nothing."""
-        run = Run(self.root, job or self.name(), script, options, arguments, next(self._numbers), **popen)
+    def run(
+        self,
+        *arguments: object,
+        job: str | None = None,
+        options: Sequence[object] = (),
+        script: Path = TINY,
+        command: Sequence[str] = LETO,
+        stdin: int = subprocess.DEVNULL,
+    ) -> Run:
+        """Starts `leto run` and waits for nothing. command: Python's arguments, for an agent that is not quite as it should be."""
+        job = job or self.name()
+        words = [*command, "run", "--job", job, *options, script, *arguments]
+        run = Run(self.root, job, [sys.executable, *map(str, words)], next(self._numbers), stdin)
         self._runs.append(run)
         return run
 
@@ -143,21 +154,16 @@ def _processes() -> Iterator[tuple[int, str, list[bytes]]]:
 
 
 class Run:
-    """One `leto run`: its process is the agent. `arguments` are the script's, `options` those of `leto run`."""
+    """One `leto run`: its process is the agent."""
 
-    def __init__(
-        self, root: Path, job: str, script: Path, options: Sequence[object], arguments: Sequence[object], number: int, **popen: Any
-    ):
-        self.job, self.root = job, root
+    def __init__(self, root: Path, job: str, command: Sequence[str], number: int, stdin: int):
+        self.job = job
         self.directory = root / "run" / "leto" / job
         self.state = root / "state" / "leto" / job
         self.limit = root / f"limit-{job}"
         self._out, self._err = root / f"out{number}", root / f"err{number}"
-        command = [sys.executable, "-m", "leto_jax.cli", "run", "--job", job, *map(str, options), str(script), *map(str, arguments)]
         with open(self._out, "wb") as out, open(self._err, "wb") as err:
-            self.process = subprocess.Popen(
-                command, cwd=REPOSITORY, stdout=out, stderr=err, **{"stdin": subprocess.DEVNULL, "start_new_session": True, **popen}
-            )
+            self.process = subprocess.Popen(command, cwd=REPOSITORY, stdin=stdin, stdout=out, stderr=err, start_new_session=True)
 
     # What it says -----------------------------------------------------------------------------------------------------------------
 
@@ -236,12 +242,15 @@ class Run:
         except subprocess.TimeoutExpired as exception:
             raise AssertionError(f"the job did not end within {secs:g} s:\n{self.status()}\n{self.err}") from exception
 
-    def finish_as_if_nothing_had_happened(self, steps: int, *earlier: Run) -> None:
-        """Lets a job from `Jobs.start` go to its end, and compares it with a run in which nothing failed; `earlier` were runs of the same job."""
+    def finish_as_if_nothing_had_happened(self, steps: int, *earlier: Run, like: Sequence[str] = ()) -> None:
+        """Lets a job from `Jobs.start` go to its end, and compares it with a run in which nothing failed.
+
+        earlier: runs of the same job. like: arguments of the script that the run to compare with needs, too.
+        """
         self.allow(steps + 1)
         assert self.finish() == 0, self.err
         found = result("".join(run.out for run in (*earlier, self)))
-        assert found == alone("--steps", str(steps))
+        assert found == alone("--steps", str(steps), *like)
         assert [row["step"] for row in self.metrics()] == list(range(1, steps + 1))
         assert all(repr(row["loss"]) == found.losses[row["step"]] for row in self.metrics())
         compiled = [item for item in self.events("takeover") if item["path"] in ("shadow", "late_shadow") and item["compiles"]]

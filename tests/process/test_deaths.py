@@ -4,10 +4,14 @@ from __future__ import annotations
 
 import contextlib
 import os
+import shutil
 import signal
 
 import pytest
 from jobs import END_SECS, Jobs, Run, leto, wait_until
+
+from leto_jax.manager import runtime
+from leto_jax.shadow.member import AGENT_SOCKET
 
 STEPS = 20
 
@@ -118,6 +122,35 @@ def test_a_new_agent_comes_before_the_old_processes_have_noticed(jobs):
     more.finish_as_if_nothing_had_happened(STEPS, run)
 
 
+BROKEN = """if True:
+    from leto_jax import cli
+    from leto_jax.agent.agent import Agent
+    from leto_jax.arena.control import Word
+    look = Agent._sample
+    def sample(self):
+        look(self)
+        if self._control[Word.COMMIT] == 4:
+            raise OSError(28, "No space left on device")
+    Agent._sample = sample
+    cli.main()
+"""
+
+
+def test_an_agent_that_fails_by_itself_keeps_the_state(jobs):
+    """As one that is killed: all processes end, and what was trained is there for the next one."""
+    run = jobs.start("--workers", steps=STEPS, command=("-c", BROKEN))
+    run.wait_for_shadow()
+    run.allow(4)
+    assert run.finish() == 1
+    assert "OSError: [Errno 28] No space left on device" in run.err
+    assert "the state is kept: `leto run --job " in run.err
+    assert run.carriers() == {}
+    more = again(jobs, run)
+    more.finish_as_if_nothing_had_happened(STEPS, run)
+    assert more.events("attached")[-1]["commit"] >= 1
+    assert "retained state found" in more.err
+
+
 def memory_of(pids: dict[int, str]) -> list[str]:
     """Arenas that these processes still hold."""
     found = []
@@ -157,3 +190,16 @@ def test_a_data_worker_outlives_the_thread_that_forked_it(jobs):
     assert len(run.carriers()) == 4, run.carriers()
     run.allow(5)
     assert run.finish() == 0
+
+
+def test_a_runtime_directory_that_is_cleaned_away(jobs):
+    """Cleaners of temporary files remove what looks unused: manager and agent make their sockets again, and the job goes on."""
+    run = start(jobs)
+    shutil.rmtree(run.directory)
+    wait_until(lambda: (run.directory / AGENT_SOCKET).exists() and (run.directory / runtime.SOCKET_NAME).exists(), END_SECS, "new sockets")
+    run.wait_for_step(1)
+    run.kill()
+    assert run.wait_for("takeover")["path"] == "shadow"
+    run.wait_for_shadow()  # the next one has found both
+    run.finish_as_if_nothing_had_happened(STEPS)
+    assert "leto: the agent's socket had vanished; made it again" in run.err

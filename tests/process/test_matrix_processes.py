@@ -59,7 +59,7 @@ class Failures:
 def test_every_kind_at_every_place(jobs, seed):
     order = [(kind, phase, chunk) for kind in KINDS for phase, chunk in PLACES]
     random.Random(seed).shuffle(order)
-    run = jobs.start(steps=MATRIX_STEPS, options=("--body-timeout-secs", 5))
+    run = jobs.start("--wait-in-section", steps=MATRIX_STEPS, options=("--body-timeout-secs", 5))
     run.allow(5)
     run.wait_for_step(5)
     failures, rows = Failures(run), []

@@ -51,7 +51,7 @@ def test_killed_at_ten_places_and_ten_times_at_random(jobs, seed):
         failed(kind="sigkill", phase=phase, reason="SIGKILL", step=step if phase in ("body", "drain") else step - 1)
         found = taken_over("shadow")
         assert found["plan"] == ("roll_forward" if phase in ("update", "commit") else "redo")
-        assert found["lost_steps"] == (phase in ("compute", "decide", "drain"))
+        assert found["lost_steps"] == (phase in ("compute", "decide"))
 
     # The ninth place is the takeover itself: then no shadow is left, and a new process attaches to what two dead ones left.
     run.wait_for_shadow()
@@ -118,7 +118,7 @@ def test_every_kind_of_failure(jobs):
             assert taken["repaired_pages"] == 1
         limit = {"sigstop": Deadlines.stopped, "spin": Deadlines.hang_floor}.get(kind)
         if limit is None:
-            assert taken["detect_secs"] < 1
+            assert taken["detect_secs"] < 10  # of an exit: at once, on a machine that is not busy
         else:  # a published time, and a turn of the agent's loop on a busy machine
             assert limit <= taken["detect_secs"] < limit + 1
             assert run.status()["hang_deadline_secs"] >= Deadlines.hang_floor
@@ -147,3 +147,12 @@ def test_a_shadow_that_dies_is_replaced(jobs):
     run.finish_as_if_nothing_had_happened(12)
     assert len(run.events("failure")) == 1
     assert "the shadow ended (SIGKILL); the next one starts" in run.err
+
+
+@pytest.mark.timeout(300)
+def test_a_grain_dataset_goes_on_where_it_was(jobs):
+    run = jobs.start("--data", "grain", steps=12)
+    for number, phase in enumerate(("compute", "update"), 1):
+        run.inject_on_the_way("sigkill", phase)
+        assert run.wait_for("takeover", number)["path"] == "shadow"
+    run.finish_as_if_nothing_had_happened(12, like=("--data", "grain"))

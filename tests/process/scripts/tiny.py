@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import itertools
 import os
 import socket
@@ -33,6 +34,7 @@ def options() -> argparse.Namespace:
     parser.add_argument("--non-finite", default="stop")
     parser.add_argument("--pause-secs", type=float, default=0.0, help="after each step that is not replayed")
     parser.add_argument("--limit", type=Path, help="file with a number: the body of that step waits until it is raised")
+    parser.add_argument("--wait-in-section", action="store_true", help="there a body has no limit")
     parser.add_argument(
         "--workers", action="store_true", help="data workers: forked, forked into a session of its own, started and left alone"
     )
@@ -159,7 +161,8 @@ def main() -> None:
             if not s.replayed:
                 time.sleep(args.pause_secs)
                 if args.limit is not None:
-                    wait_for_limit(args.limit, t)
+                    with s.section("wait", timeout_secs=3600) if args.wait_in_section else contextlib.nullcontext():
+                        wait_for_limit(args.limit, t)
 
 
 if __name__ == "__main__":

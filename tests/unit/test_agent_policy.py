@@ -1,0 +1,117 @@
+"""What a failure is and what to do about it, as tables: the agent only carries it out."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+
+from leto_jax.agent.policy import Action, Failure, Kind, Limits, Progress, classify, decide, overdue, step_deadline
+from leto_jax.config import Deadlines
+from leto_jax.faults import Phase
+
+FINE = (True, "")
+S = 1_000_000_000
+NOW = 1000 * S
+DEADLINES = Deadlines(init=600.0, first_step=500.0, takeover=60.0, body=300.0, hang_floor=3.0, hang_factor=5.0, stopped=1.0)
+
+
+def failure(detail: str = "SIGKILL", step: int = 7, kind: Kind = Kind.SIGNAL) -> Failure:
+    return Failure(kind, detail, Phase.COMPUTE, step)
+
+
+def test_classify():
+    assert classify(-9) == (Kind.SIGNAL, "SIGKILL")
+    assert classify(-60) == (Kind.SIGNAL, "signal 60")
+    assert classify(17) == (Kind.EXIT, "exit code 17")
+
+
+@pytest.mark.parametrize(("shadow", "action"), [("ready", Action.PROMOTE), ("loading", Action.WAIT), ("none", Action.COLD)])
+def test_who_takes_over(shadow, action):
+    assert decide(failure(), [], Limits(), FINE, shadow).action is action
+
+
+@pytest.mark.parametrize(
+    ("now", "history", "limits", "reason"),
+    [
+        (
+            failure(),
+            [failure()] * 3,
+            Limits(without_progress=3),
+            "SIGKILL 4 times after commit 7 without progress (--max-restarts-without-progress 3)",
+        ),
+        (failure(), [failure()] * 2, Limits(without_progress=3), ""),
+        (failure(), [failure()] * 3 + [failure(step=6)], Limits(without_progress=3), ""),
+        (failure(), [failure(step=6)] * 9, Limits(without_progress=3), ""),
+        (failure(), [failure("SIGSEGV")] * 9, Limits(without_progress=3), ""),
+        (failure(), [failure()], Limits(without_progress=1), "SIGKILL 2 times after commit 7"),
+        (failure(), [], Limits(max_restarts=0), "0 restarts were made (--max-restarts 0)"),
+        (failure(), [failure(step=1)], Limits(max_restarts=1), "1 restarts were made (--max-restarts 1)"),
+        (failure(), [failure(step=1)], Limits(max_restarts=2), ""),
+        (failure("exit code 3", kind=Kind.EXIT), [], Limits(), "the trainer gave up on purpose"),
+        (failure("params: the job holds", kind=Kind.REFUSED), [], Limits(), "params: the job holds"),
+    ],
+)
+def test_when_it_stops(now, history, limits, reason):
+    decision = decide(now, history, limits, FINE, "ready")
+    assert decision.action is (Action.STOP if reason else Action.PROMOTE)
+    assert decision.reason.startswith(reason or "a shadow is ready")
+
+
+def test_a_machine_that_cannot_go_on_comes_first():
+    decision = decide(failure(), [], Limits(), (False, "expected 256 MiB of free memory"), "ready")
+    assert decision == (type(decision))(Action.STOP, "the device cannot go on: expected 256 MiB of free memory")
+
+
+QUIET = Progress(Phase.BODY, NOW - S, 7, 5, 0, 0, "S")
+
+
+def late(secs: float, stopped_secs: float = 0.0, median: float | None = 0.1, **changes: object) -> str:
+    """Why a trainer is overdue whose phase, and if armed whose step, began `secs` ago; '' if it is not."""
+    since = NOW - int(secs * S)
+    progress = dataclasses.replace(QUIET, phase_since_ns=since, **changes)
+    if changes.get("armed_since_ns"):
+        progress = dataclasses.replace(progress, armed_since_ns=since)
+    found = overdue(progress, NOW, DEADLINES, median, NOW - int(stopped_secs * S) if stopped_secs else 0)
+    if found is None:
+        return ""
+    kind, why, start = found
+    assert kind is (Kind.STOPPED if stopped_secs > DEADLINES.stopped else Kind.HANG)
+    assert start == (NOW - int(stopped_secs * S) if stopped_secs else since)
+    return why
+
+
+@pytest.mark.parametrize(
+    ("limit", "changes", "why"),
+    [
+        (3.0, {"phase": Phase.COMPUTE, "armed_since_ns": 1}, "no commit within 3.0 s of its step's start (learnt from steps of 0.100 s)"),
+        (10.0, {"phase": Phase.UPDATE, "armed_since_ns": 1, "median": 2.0}, "no commit within 10.0 s of its step's start"),
+        (500.0, {"phase": Phase.COMPUTE, "armed_since_ns": 1, "steps_done": 0}, "no commit within 500.0 s"),
+        (500.0, {"phase": Phase.DECIDE, "armed_since_ns": 1, "median": None}, "no commit within 500.0 s"),
+        (60.0, {"phase": Phase.TAKEOVER, "steps_done": 0}, "the takeover did not end within 60 s"),
+        (600.0, {"phase": Phase.INIT, "steps_done": 0}, "the state was not filled or attached within 600 s"),
+        (300.0, {}, "the loop body took more than 300 s outside of a section; wrap long work in `with s.section(name, timeout_secs=...)`"),
+        (300.0, {"steps_done": 0}, "the loop body took more than 300 s"),  # of a replayed step
+    ],
+)
+def test_each_part_of_a_life_has_its_own_deadline(limit, changes, why):
+    assert late(limit - 0.5, **changes) == ""
+    assert late(limit + 0.5, **changes).startswith(why)
+    assert late(limit + 0.5, **changes, state="t") == ""  # a debugger pauses the watchdog
+
+
+def test_a_section_has_the_limit_that_it_asked_for():
+    section = {"phase": Phase.SECTION}
+    assert late(10_000, **section) == ""
+    assert late(10_000, **section, section_deadline_ns=NOW + S) == ""
+    assert late(10, **section, section_deadline_ns=NOW - 1) == "a section outlasted its timeout_secs"
+
+
+def test_a_stopped_process_is_told_from_a_slow_one():
+    assert late(0.1, stopped_secs=0.5, state="T") == ""
+    assert late(0.1, stopped_secs=1.5, state="T") == "the process was stopped (SIGSTOP) for more than 1 s"
+    assert late(0.1, phase=Phase.DONE, stopped_secs=0.5) == ""
+
+
+def test_the_deadline_of_a_step_is_learnt():
+    assert [step_deadline(DEADLINES, secs) for secs in (0.01, 0.6, 1.0, 60.0)] == [3.0, 3.0, 5.0, 300.0]
