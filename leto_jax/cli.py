@@ -272,13 +272,14 @@ def demo(
     sys.exit(demos.main(quick=quick, json_file=json, self_check=self_check))
 
 
-def _register_simulate() -> None:
-    from leto_jax.sim.cli import simulate
+@app.command(context_settings={"allow_extra_args": True, "ignore_unknown_options": True, "help_option_names": []})
+def simulate(context: typer.Context) -> None:
+    """Simulates training under failures: ETTR and where the time goes, for Leto and the systems beside it."""
+    from leto_jax.sim import cli as simulator  # brings half of the scientific Python stack: not for `leto status`
 
-    app.command("simulate")(simulate)
-
-
-_register_simulate()
+    study = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
+    study.command("simulate")(simulator.simulate)
+    study(context.args, prog_name="leto simulate")
 
 
 def _table(title: str, columns: list[str], rows: list[dict[str, Any]]) -> None:

@@ -356,6 +356,23 @@ def test_table(name, act, table):
     assert not wrong, "\n".join(wrong)
 
 
+@pytest.mark.parametrize("moment", MOMENTS)
+@pytest.mark.parametrize("name", ["adamw", "bf16"])
+def test_a_page_that_is_lost_with_all_of_its_guard_is_refused(name, moment):
+    """Nothing is left to find out what it held: neither used as it is, nor encoded as if it were right."""
+    v = variant(name)
+    whole = lambda piece: piece.guard_bytes
+    for chunk in (FIRST, LAST):
+        lost = both(data(chunk, 0, -1), guard("host", chunk, START, whole), guard("staging", chunk, START, whole))
+        with World(v.layout, left(v, moment)) as world:
+            for seed, (arena, offset, nbytes) in enumerate(lost(v, moment)):
+                lose(world, arena, offset, nbytes, SEED + seed)
+            text = r"piece \d+: 1 pages are lost and no parity of step \d exists; not repairable here, restore from a checkpoint"
+            for _ in range(2):  # the next one must not see less than the first
+                with pytest.raises(UnrecoverableError, match=text):
+                    take_over(v, world)
+
+
 def test_refusals_say_why():
     """Each reason of the tables, word for word."""
     v = variant("adamw")

@@ -36,6 +36,8 @@ START_SECS = 120.0  # generous: these tests share their machine
 END_SECS = 30.0
 LEFT_SECS = 10.0
 LETO = ("-m", "leto_jax.cli")
+# An agent that outlived a test run that was killed would train on for ever: it gets a SIGTERM with its parent.
+_TIED = "import ctypes, os, sys; ctypes.CDLL(None).prctl(1, 15); os.execv(sys.executable, [sys.executable, *sys.argv[1:]])"
 _FINAL = re.compile(r"^final step=(\d+) loss=(\S+) digest=sha256:([0-9a-f]{64})$", re.MULTILINE)
 _STEP = re.compile(r"^step (\d+) loss (\S+)$", re.MULTILINE)
 
@@ -108,7 +110,7 @@ class Jobs:
         """Starts `leto run` and waits for nothing. command: Python's arguments, for an agent that is not quite as it should be."""
         job = job or self.name()
         words = [*command, "run", "--job", job, *options, script, *arguments]
-        run = Run(self.root, job, [sys.executable, *map(str, words)], next(self._numbers), stdin)
+        run = Run(self.root, job, [sys.executable, "-S", "-c", _TIED, *map(str, words)], next(self._numbers), stdin)
         self._runs.append(run)
         return run
 

@@ -246,7 +246,7 @@ def test_jobs_that_are_there_or_not(jobs):
             "--timeout-secs",
             1,
         ): "inject: the job did not come to a ready shadow in time; nothing was injected",
-        ("inject", "--job", first, "--timeout-secs", 1): "inject: the job did not come to phase compute in time; nothing was injected",
+        ("inject", "--job", second, "--timeout-secs", 1): "inject: the job did not come to phase compute in time; nothing was injected",
         ("report", "nobody"): "journal: expected one at ",
     }
     two_at_a_time(lambda command: assert_refused(commands[command], *command), commands)

@@ -131,6 +131,14 @@ def test_only_the_version_that_is_asked_for_is_drained(bench):
     assert (bench.guard.version(first), bench.guard.version(second)) == (0, None)
 
 
+def test_a_block_of_another_piece_does_not_count(bench):
+    first, second = bench.layout.pieces[:2]
+    bench.guard.drain([first, second], 0)
+    (_, (here, nbytes)), (_, (there, _)) = bench.guard.ranges(first), bench.guard.ranges(second)
+    bench.host.damage(here, bench.host.view(there, nbytes).copy())
+    assert (bench.guard.version(first), bench.guard.version(second)) == (None, 0)
+
+
 @pytest.mark.parametrize("moment", list(Moment))
 def test_a_block_that_is_staged_only_in_part_does_not_count(bench, moment):
     piece = bench.layout.pieces[0]
