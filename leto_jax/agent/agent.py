@@ -32,11 +32,13 @@ import numpy as np
 from leto_jax import errors
 from leto_jax import layout as layouts
 from leto_jax.agent import client, operability, policy
+from leto_jax.agent.door import Door
+from leto_jax.agent.injection import DAMAGE, Injection
 from leto_jax.agent.policy import Action, Failure, Kind, Limits
 from leto_jax.agent.processes import LOW, Child, become_subreaper, new_token, reap_orphans, set_priority, spawn, state_letter
 from leto_jax.arena import control as controls
 from leto_jax.arena import metadata
-from leto_jax.arena.control import PHASES, Control, Word
+from leto_jax.arena.control import Control, Word
 from leto_jax.arena.host import arena_names
 from leto_jax.arena.memory import Arena
 from leto_jax.arena.metadata import HostMetadata, LostRange
@@ -48,7 +50,7 @@ from leto_jax.manager.client import ManagerClient, spawn_manager
 from leto_jax.records import Kind as RecordKind
 from leto_jax.records import Record
 from leto_jax.rmu.recovery import Life
-from leto_jax.shadow.inject import ANY, KINDS, FailureKind
+from leto_jax.shadow.inject import FailureKind
 from leto_jax.shadow.member import AGENT_SOCKET, IDENTITY, control_name
 
 TICK_SECS = 0.02
@@ -77,20 +79,6 @@ class Settings:
 
 
 @dataclasses.dataclass
-class _Request:
-    """An injection that waits for its moment, and who asked for it."""
-
-    kind: FailureKind
-    phase: Phase
-    step: int
-    chunk: int
-    when_ready: bool
-    deadline: float
-    reply_to: socket.socket | None
-    placed: bool = False
-
-
-@dataclasses.dataclass
 class _Pending:
     """A failure on its way to the first step after it."""
 
@@ -116,7 +104,6 @@ class Agent:
         self._shadow: Child | None = None
         self._incarnation = 0
         self._history: list[Failure] = []
-        self._request: _Request | None = None
         self._damage: FailureKind | None = None
         self._pending: _Pending | None = None
         self._steps: collections.deque[float] = collections.deque(maxlen=STEP_WINDOW)
@@ -130,13 +117,11 @@ class Agent:
         self._shadow_due = math.inf  # when the next one may start, by time.monotonic
         self._shadow_deaths = 0  # since the last promotion
         self._manager_due = 0.0
-        self._connections: dict[socket.socket, protocol.Decoder] = {}
-        self._senders: dict[socket.socket, int] = {}
         self._published = False
         self._done_event: dict[str, Any] | None = None
         self._interrupts = 0
         self._manager_process: subprocess.Popen | None = None
-        self._listener: socket.socket | None = None
+        self._door: Door | None = None
         self._look_at = 0.0
 
     # Life of the job --------------------------------------------------------------------------------------------------------------
@@ -149,8 +134,8 @@ class Agent:
             if self._manager_process is not None:  # nothing is in it yet
                 self._manager_process.kill()
                 self._manager_process.wait()
-            if self._listener is not None:
-                self._listener.close()
+            if self._door is not None:
+                self._door.close()
                 client.remove_job_dir(self._directory, [AGENT_SOCKET])
             raise
         try:
@@ -169,7 +154,7 @@ class Agent:
         job = self.settings.job
         directory = runtime.ensure_job_dir(job)
         self._directory = directory
-        self._listen()
+        self._door = Door(job, directory / AGENT_SOCKET, self._selector, self._handle, self._hung_up)
         become_subreaper()
         for number in (signal.SIGINT, signal.SIGTERM):
             signal.signal(number, self._interrupted)
@@ -201,31 +186,9 @@ class Agent:
         self._incarnation = max(self._control[Word.INCARNATION], int(before.get("incarnation", 0)), 0)
         self._control[Word.STEPS_DONE] = 0
         self._control[Word.PID] = 0
-        self._control[Word.INJECT_TAKEN] = self._control[Word.INJECT_SEQUENCE]
+        self._injection = Injection(self._control, self.journal, self.settings.deadlines)
         self._write_run_file("running")
         self.journal.write("start", job=job, script=self.settings.script, arguments=list(self.settings.arguments), attached=self._attached)
-
-    def _listen(self) -> None:
-        what = f"the agent of job {self.settings.job!r} (`leto run` is running)"
-        self._listener, _ = protocol.listen(self._directory / AGENT_SOCKET, what=what)
-        self._selector.register(self._listener, selectors.EVENT_READ, self._accept)
-
-    def _stay_reachable(self) -> None:
-        """Cleaners of temporary directories remove what looks unused: without its socket nobody could stop the job, and no shadow join it."""
-        self._look_at = time.monotonic() + LOOK_SECS
-        if (self._directory / AGENT_SOCKET).exists():
-            return
-        old = self._listener
-        assert old is not None
-        try:
-            runtime.ensure_job_dir(self.settings.job)
-            self._listen()
-        except (errors.LetoError, OSError) as exception:
-            self._say(f"the agent's socket has vanished and cannot be made again: {exception}; trying on")
-        else:
-            self._selector.unregister(old)
-            old.close()
-            self._say("the agent's socket had vanished; made it again")
 
     def _turn(self) -> None:
         """One round: what became readable, then what became late."""
@@ -233,13 +196,15 @@ class Agent:
             key.data()
         self._sample()
         self._watch()
-        self._serve_request()
+        in_loop = self._trainer is not None and self._control[Word.PID] == self._trainer.pid and self._control[Word.STEPS_DONE] > 0
+        self._injection.serve(in_loop, self._shadow is not None and self._shadow.ready)
         if time.monotonic() >= self._shadow_due:
             self._start_shadow()
         if self._subscription.lost and time.monotonic() >= self._manager_due:
             self._replace_manager()
         if time.monotonic() >= self._look_at:
-            self._stay_reachable()
+            self._look_at = time.monotonic() + LOOK_SECS
+            self._open_door.stay_reachable(self._say)
         reap_orphans(
             {child.pid for child in (self._trainer, self._shadow) if child is not None}
             | ({self._manager_process.pid} if self._manager_process else set())
@@ -258,7 +223,7 @@ class Agent:
         for child in (self._shadow, self._trainer):
             if child is not None:
                 self._fence(child)
-        self._reply_request({"ok": False, "error": {"type": "JobError", "message": f"the job ended: {reason}"}})
+        self._injection.refuse(errors.JobError(f"the job ended: {reason}"))
         self.journal.write("finish", code=code, reason=reason)
         self._write_run_file("kept" if keep else "ended")
         with contextlib.suppress(KeyError, ValueError):
@@ -274,9 +239,7 @@ class Agent:
             os.close(manager)
         if self._manager_process is not None:
             self._manager_process.poll()
-        for sock in (self._listener, *self._connections):
-            if sock is not None:
-                sock.close()
+        self._open_door.close()
         client.remove_job_dir(self._directory, [AGENT_SOCKET] if keep else client.JOB_FILES)
         self.journal.close()
         if keep:
@@ -367,8 +330,7 @@ class Agent:
 
     def _died(self, child: Child) -> None:
         """A pidfd is readable: the process has ended. What it said before comes first."""
-        for sock in [sock for sock, incarnation in self._senders.items() if incarnation == child.incarnation]:
-            self._spoke(sock)
+        self._open_door.hear_out(child.incarnation)
         returncode = child.popen.wait()
         if child is self._shadow:
             self._shadow_died(child, returncode)
@@ -417,18 +379,17 @@ class Agent:
             return
         self._sample()
         self._ended(child)
-        fired = control[Word.INJECT_FIRED_NS]
         failed_ns = detected_ns
-        injected = ""
-        if fired and self._request is not None and self._request.placed:
-            injected = self._request.kind.value
+        injected = self._injection.fired()
+        if injected is not None:
+            fired_ns = control[Word.INJECT_FIRED_NS]
             if kind in (Kind.SIGNAL, Kind.EXIT):
-                failed_ns = fired
+                failed_ns = fired_ns
             else:
-                detect_secs = (detected_ns - fired) / 1e9
-            if self._request.kind in (FailureKind.PAGE_LOSS, FailureKind.PAGE_CORRUPTION):
-                self._damage = self._request.kind
-            self._reply_request({"ok": True, "fired_step": control[Word.INJECT_FIRED_STEP], "kind": injected})
+                detect_secs = (detected_ns - fired_ns) / 1e9
+            if injected in DAMAGE:
+                self._damage = injected
+        name = injected.value if injected is not None else kind.value
         try:
             phase = control.phase
         except errors.RecordError:
@@ -443,7 +404,7 @@ class Agent:
             "failure",
             rank=0,
             incarnation=child.incarnation,
-            kind=injected or kind.value,
+            kind=name,
             phase=phase.value,
             step=failure.step,
             reason=detail,
@@ -468,7 +429,7 @@ class Agent:
         if self._pending is not None:  # a failure on the way back: one takeover, counted from the first failure
             failed_ns, earlier = self._pending.failed_ns, self._pending.stages
             stages = {name: secs + earlier.get(name, 0.0) for name, secs in stages.items()}
-        self._pending = _Pending(failure, failed_ns, stages, lost_secs, injected or kind.value)
+        self._pending = _Pending(failure, failed_ns, stages, lost_secs, name)
         if report.remaining:
             stuck = report.remaining[0]
             self._give_up(
@@ -536,7 +497,7 @@ class Agent:
         self._trainer, self._shadow, self._shadow_deaths = shadow, None, 0
         self._spawned_at = time.monotonic()
         shadow.role = "trainer"
-        sock = next((sock for sock, incarnation in self._senders.items() if incarnation == shadow.incarnation), None)
+        sock = self._open_door.socket_of(shadow.incarnation)
         try:
             if sock is None:
                 raise errors.ProtocolError("its connection is gone")
@@ -692,69 +653,36 @@ class Agent:
 
     # Connections ------------------------------------------------------------------------------------------------------------------
 
-    def _accept(self) -> None:
-        with contextlib.suppress(OSError):
-            assert self._listener is not None
-            sock, _ = self._listener.accept()
-            if protocol.peer_of(sock).uid != os.geteuid():
-                sock.close()
-                return
-            sock.setblocking(False)
-            self._connections[sock] = protocol.Decoder()
-            self._selector.register(sock, selectors.EVENT_READ, lambda: self._spoke(sock))
-
-    def _spoke(self, sock: socket.socket) -> None:
-        decoder = self._connections.get(sock)
-        if decoder is None:
-            return
-        try:
-            open_ = decoder.read_from(sock)
-            while (received := decoder.next_message()) is not None:
-                message, fds = received
-                protocol.close_fds(fds)
-                self._handle(sock, message)
-            if not open_:
-                self._forget(sock)
-        except BlockingIOError:
-            pass
-        except (errors.LetoError, KeyError, TypeError, ValueError) as exception:
-            if not isinstance(exception, errors.LetoError):
-                found = f"{type(exception).__name__}: {exception}"
-                exception = errors.ProtocolError(f"agent: expected a request with all its fields, found something else ({found})")
-            with contextlib.suppress(errors.LetoError):
-                protocol.send(sock, protocol.error_reply(exception), deadline=time.monotonic() + 0.2)
-            self._forget(sock)
-
-    def _forget(self, sock: socket.socket) -> None:
-        if sock in self._connections:
-            self._connections.pop(sock).close()
-            self._senders.pop(sock, None)
-            if self._request is not None and self._request.reply_to is sock:
-                self._request.reply_to = None
-            self._selector.unregister(sock)
-            sock.close()
-
     def _handle(self, sock: socket.socket, message: Mapping[str, Any]) -> None:
         op = message.get("op")
         if op == "hello":
             incarnation = int(message["incarnation"])
-            self._senders[sock] = incarnation
+            self._open_door.greet(sock, incarnation)
             for child in (self._trainer, self._shadow):
                 if child is not None and child.incarnation == incarnation:
                     child.greeted = True
         elif op == "event":
-            child = next((c for c in (self._trainer, self._shadow) if c is not None and c.incarnation == self._senders.get(sock)), None)
+            speaker = self._open_door.incarnation_of(sock)
+            child = next((c for c in (self._trainer, self._shadow) if c is not None and c.incarnation == speaker), None)
             if child is not None:
                 self._event(child, message)
         elif op == "status":
             protocol.send(sock, {"ok": True, **self.status()}, deadline=time.monotonic() + REPLY_SECS)
         elif op == "inject":
-            self._queue_request(sock, message)
+            self._injection.ask(sock, message)
         elif op == "stop":
             protocol.send(sock, {"ok": True}, deadline=time.monotonic() + REPLY_SECS)
             self._finish(0, "leto stop")
         else:
             raise errors.ProtocolError(f"agent: expected hello, event, status, inject or stop, found {op!r}")
+
+    def _hung_up(self, sock: socket.socket) -> None:
+        self._injection.gone(sock)
+
+    @property
+    def _open_door(self) -> Door:
+        assert self._door is not None
+        return self._door
 
     def _event(self, child: Child, message: Mapping[str, Any]) -> None:
         name, who = message.get("event"), {"rank": 0, "incarnation": child.incarnation}
@@ -822,71 +750,6 @@ class Agent:
             repaired_pages=message["repaired_pages"],
         )
         self._say(f"took over in {total - plain:.3f} s ({pending.path}; {message['reason']})")
-
-    # Injection --------------------------------------------------------------------------------------------------------------------
-
-    def _queue_request(self, sock: socket.socket, message: Mapping[str, Any]) -> None:
-        if self._request is not None:
-            raise errors.JobError("inject: another injection is still waiting for its moment; try again when it has fired")
-        self._request = _Request(
-            FailureKind(message["kind"]),
-            Phase(message["phase"]),
-            int(message.get("step", ANY)),
-            int(message.get("chunk", ANY)),
-            bool(message.get("when_ready", False)),
-            time.monotonic() + float(message.get("deadline_secs", self.settings.deadlines.inject_wait)),
-            sock,
-        )
-        self.journal.write(
-            "inject",
-            kind=message["kind"],
-            phase=message["phase"],
-            step=self._request.step,
-            chunk=self._request.chunk,
-            when_ready=self._request.when_ready,
-        )
-
-    def _serve_request(self) -> None:
-        """Places a waiting injection in the control words once the job is in its loop (and a shadow ready, if asked for)."""
-        request, control = self._request, self._control
-        if request is None:
-            return
-        if not request.placed:
-            in_loop = self._trainer is not None and control[Word.PID] == self._trainer.pid and control[Word.STEPS_DONE] > 0
-            ready = self._shadow is not None and self._shadow.ready
-            if request.phase is Phase.TAKEOVER or (in_loop and (ready or not request.when_ready)):
-                control[Word.INJECT_KIND] = KINDS.index(request.kind)
-                control[Word.INJECT_PHASE] = PHASES.index(request.phase)
-                control[Word.INJECT_STEP] = request.step
-                control[Word.INJECT_CHUNK] = request.chunk
-                control[Word.INJECT_FIRED_NS] = 0
-                control[Word.INJECT_SEQUENCE] = control[Word.INJECT_SEQUENCE] + 1
-                request.placed = True
-                return
-        if time.monotonic() > request.deadline:
-            control[Word.INJECT_TAKEN] = control[Word.INJECT_SEQUENCE]
-            wanted = (
-                "a ready shadow"
-                if request.when_ready and not request.placed
-                else f"phase {request.phase.value}"
-                if request.placed
-                else "the first step"
-            )
-            self._reply_request(
-                {
-                    "ok": False,
-                    "error": {
-                        "type": "DeadlineError",
-                        "message": f"inject: the job did not come to {wanted} in time; nothing was injected",
-                    },
-                }
-            )
-
-    def _reply_request(self, reply: dict[str, Any]) -> None:
-        if self._request is not None and self._request.reply_to is not None:
-            with contextlib.suppress(errors.LetoError, OSError):
-                protocol.send(self._request.reply_to, reply, deadline=time.monotonic() + REPLY_SECS)
-        self._request = None
 
     # Status -----------------------------------------------------------------------------------------------------------------------
 

@@ -1,0 +1,109 @@
+"""Failures on request (`leto inject`): one at a time waits for its moment, is placed in the control words, and is answered once it has fired."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import socket
+import time
+from collections.abc import Mapping
+from typing import Any
+
+from leto_jax import errors
+from leto_jax.arena.control import PHASES, Control, Word
+from leto_jax.config import Deadlines
+from leto_jax.faults import Phase
+from leto_jax.goodput.journal import Journal
+from leto_jax.manager import protocol
+from leto_jax.shadow.inject import ANY, KINDS, FailureKind
+
+REPLY_SECS = 2.0
+DAMAGE = (FailureKind.PAGE_LOSS, FailureKind.PAGE_CORRUPTION)
+
+
+@dataclasses.dataclass
+class _Request:
+    """What was asked for, and who waits for the answer."""
+
+    kind: FailureKind
+    phase: Phase
+    step: int
+    chunk: int
+    when_ready: bool
+    deadline: float
+    reply_to: socket.socket | None
+    placed: bool = False
+
+
+class Injection:
+    """The injection that waits, if any. Writes the agent's control words."""
+
+    def __init__(self, control: Control, journal: Journal, deadlines: Deadlines):
+        self._control, self._journal, self._deadlines = control, journal, deadlines
+        self._request: _Request | None = None
+        control[Word.INJECT_TAKEN] = control[Word.INJECT_SEQUENCE]  # what an earlier agent was asked for is void
+
+    def ask(self, sock: socket.socket, message: Mapping[str, Any]) -> None:
+        """Takes a request over. Raises JobError while another one waits, ValueError or KeyError for one that is none."""
+        if self._request is not None:
+            raise errors.JobError("inject: another injection is still waiting for its moment; try again when it has fired")
+        self._request = request = _Request(
+            FailureKind(message["kind"]),
+            Phase(message["phase"]),
+            int(message.get("step", ANY)),
+            int(message.get("chunk", ANY)),
+            bool(message.get("when_ready", False)),
+            time.monotonic() + float(message.get("deadline_secs", self._deadlines.inject_wait)),
+            sock,
+        )
+        self._journal.write(
+            "inject",
+            kind=request.kind.value,
+            phase=request.phase.value,
+            step=request.step,
+            chunk=request.chunk,
+            when_ready=request.when_ready,
+        )
+
+    def serve(self, in_loop: bool, shadow_ready: bool) -> None:
+        """Places a waiting request once the job is in its loop (and a shadow ready, if asked for); gives up at its deadline."""
+        request, control = self._request, self._control
+        if request is None:
+            return
+        if not request.placed and (request.phase is Phase.TAKEOVER or (in_loop and (shadow_ready or not request.when_ready))):
+            control[Word.INJECT_KIND] = KINDS.index(request.kind)
+            control[Word.INJECT_PHASE] = PHASES.index(request.phase)
+            control[Word.INJECT_STEP] = request.step
+            control[Word.INJECT_CHUNK] = request.chunk
+            control[Word.INJECT_FIRED_NS] = 0
+            control[Word.INJECT_SEQUENCE] = control[Word.INJECT_SEQUENCE] + 1
+            request.placed = True
+        elif time.monotonic() > request.deadline:
+            control[Word.INJECT_TAKEN] = control[Word.INJECT_SEQUENCE]
+            wanted = "a ready shadow" if request.when_ready else "the first step"
+            if request.placed:
+                wanted = f"phase {request.phase.value}"
+            self.refuse(errors.DeadlineError(f"inject: the job did not come to {wanted} in time; nothing was injected"))
+
+    def fired(self) -> FailureKind | None:
+        """What the failure that has just happened was, if it was the one asked for; answers whoever asked."""
+        request, control = self._request, self._control
+        if request is None or not request.placed or not control[Word.INJECT_FIRED_NS]:
+            return None
+        self._reply({"ok": True, "fired_step": control[Word.INJECT_FIRED_STEP], "kind": request.kind.value})
+        return request.kind
+
+    def refuse(self, error: errors.LetoError) -> None:
+        """Answers whoever waits with an error."""
+        self._reply(protocol.error_reply(error))
+
+    def gone(self, sock: socket.socket) -> None:
+        """Whoever asked has hung up: the request stays, nobody is answered."""
+        if self._request is not None and self._request.reply_to is sock:
+            self._request.reply_to = None
+
+    def _reply(self, reply: Mapping[str, Any]) -> None:
+        if self._request is not None and self._request.reply_to is not None:
+            with contextlib.suppress(errors.LetoError, OSError):
+                protocol.send(self._request.reply_to, dict(reply), deadline=time.monotonic() + REPLY_SECS)
+        self._request = None
