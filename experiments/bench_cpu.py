@@ -282,6 +282,8 @@ def main(
     )
     rates = encode_rates(seed)
     found = takeovers(kills, seed)
+    for item in found:  # a plain step is one of the same programs with nothing beside them
+        item["takeover_secs"] = report.takeover_secs(item, steps["protected_step_secs"])
     rows: list[dict[str, Any]] = [{"part": "step", **steps}, *({"part": "encode", **row} for row in rates)]
     for item in found:
         stages = {f"{name}_secs": value for name, value in item["stages"].items()}

@@ -106,7 +106,8 @@ def main(quick: bool, json_file: Path | None, self_check: bool) -> int:
         losses[max(losses)] = _flip(losses[max(losses)])
         identical = identical and losses == _losses(reference)
     failures = [
-        {key: item[key] for key in ("kind", "phase", "step", "takeover_secs", "detect_secs", "stages", "lost_steps")}
+        {key: item[key] for key in ("kind", "phase", "step", "detect_secs", "stages", "lost_steps")}
+        | {"takeover_secs": report.takeover_secs(item, plain)}
         for item in summary["takeovers"]
     ]
     result: dict[str, Any] = {

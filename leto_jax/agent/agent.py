@@ -107,6 +107,7 @@ class Agent:
         self._damage: FailureKind | None = None
         self._pending: _Pending | None = None
         self._steps: collections.deque[float] = collections.deque(maxlen=STEP_WINDOW)
+        self._plain_steps: collections.deque[float] = collections.deque(maxlen=STEP_WINDOW)  # while no shadow was loading
         self._last_seen_commit = -1
         self._stopped_since = 0
         self._progress_at = 0.0
@@ -543,6 +544,8 @@ class Agent:
         if commit > self._last_seen_commit and self._trainer is not None and control[Word.PID] == self._trainer.pid:
             if (control[Word.STEPS_DONE] > 1 and commit == self._last_seen_commit + 1) or control[Word.STEPS_DONE] > 2:
                 self._steps.append(control[Word.LAST_STEP_NS] / 1e9)
+                if self._shadow is None or self._shadow.ready:
+                    self._plain_steps.append(self._steps[-1])
             self._last_seen_commit = commit
             self._write_run_file("running")
             if time.monotonic() - self._progress_at > PROGRESS_SECS:
@@ -727,7 +730,7 @@ class Agent:
                 "first_step", rank=0, incarnation=child.incarnation, commit=message["commit"], secs=message["stages"]["first_step"]
             )
             return
-        plain = self.median_step_secs or 0.0
+        plain = statistics.median(self._plain_steps or self._steps or [0.0])
         total = (int(message["finished_ns"]) - pending.failed_ns) / 1e9
         self.journal.write(
             "takeover",

@@ -34,7 +34,7 @@ from leto_jax.manager.runtime import check_job_name
 
 Event = Mapping[str, Any]
 FIELDS = journal.EVENTS
-TAKEOVER_KEYS = ("kind", "phase", "step", "takeover_secs", "detect_secs", "stages", "lost_steps", "compiles", "path")
+TAKEOVER_KEYS = ("kind", "phase", "step", "takeover_secs", "detect_secs", "stages", "lost_steps", "compiles", "path", "plain_step_secs")
 BAR_CELLS = 60
 
 
@@ -65,6 +65,11 @@ class Ledger(NamedTuple):
     spent_ns: dict[Cause, int]
     steps: int
     coverage: float | None
+
+
+def takeover_secs(takeover: Mapping[str, Any], plain_step_secs: float) -> float:
+    """How long a takeover took, with another plain step taken off than the one of the run itself, whose steps share the machine with shadows."""
+    return float(takeover["takeover_secs"] + takeover["plain_step_secs"] - plain_step_secs)
 
 
 def summarise(events: Sequence[Event]) -> dict[str, Any]:
