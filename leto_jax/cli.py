@@ -17,6 +17,7 @@ import typer
 from leto_jax import errors
 from leto_jax.config import Deadlines, state_root
 
+DETERMINISTIC = "--xla_gpu_deterministic_ops=true"
 app = typer.Typer(
     name="leto", no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False, help="Fault tolerance for JAX training."
 )
@@ -110,7 +111,10 @@ def run(
         debug=debug,
     )
     print(f"leto: job {name}, journal {settings.job_dir / 'journal.jsonl'}", file=sys.stderr, flush=True)
-    sys.exit(Agent(settings).run())
+    environ = dict(os.environ)
+    if deterministic:
+        environ["XLA_FLAGS"] = f"{environ.get('XLA_FLAGS', '')} {DETERMINISTIC}".strip()
+    sys.exit(Agent(settings, environ).run())
 
 
 def _plan(script: str, arguments: list[str], job: str) -> int:

@@ -21,6 +21,8 @@ class Protection:
     page_bytes: unit in which memory can be lost and replaced; a row is a multiple of it in every lane.
     chunk_bytes: size of the largest lane piece of one chunk; also the size of the gap of each lane.
     align_elements: leaves start at multiples of this many elements in all lanes of a signature.
+    align_bytes: everything else that a program may write starts at a multiple of this: what XLA asks of memory that it takes as it is, 64 on
+    the CPU, 256 on a GPU.
     scrub_bytes_per_step: bytes whose page checksums are verified between commit t and update t+1.
     """
 
@@ -30,6 +32,7 @@ class Protection:
     page_bytes: int = 4096
     chunk_bytes: int = 8 * MIB
     align_elements: int = 64
+    align_bytes: int = 64
     scrub_bytes_per_step: int = 1 * MIB
 
     @property
@@ -43,8 +46,15 @@ class Protection:
                 raise errors.UsageError(f"{name}: expected {low}..{high}, found {value}")
         if self.page_bytes < 512 or self.page_bytes & (self.page_bytes - 1):
             raise errors.UsageError(f"page_bytes: expected a power of two of at least 512, found {self.page_bytes}")
-        if self.align_elements < 64 or self.align_elements & (self.align_elements - 1):
-            raise errors.UsageError(f"align_elements: expected a power of two of at least 64, found {self.align_elements}")
+        for name in ("align_elements", "align_bytes"):
+            value = getattr(self, name)
+            if value < 64 or value & (value - 1):
+                raise errors.UsageError(f"{name}: expected a power of two of at least 64, found {value}")
+
+
+GPU_PROTECTION = Protection(page_bytes=2 * MIB, chunk_bytes=512 * MIB, align_elements=256, align_bytes=256)
+"""The default on a GPU: pages as device memory is made and replaced; chunks so large that a mark costs nothing beside them. Scrub takes whole
+pieces there, one in each step."""
 
 
 @dataclasses.dataclass(frozen=True)

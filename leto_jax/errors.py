@@ -58,3 +58,7 @@ class JobError(LetoError, RuntimeError):
 
 class IdentityError(LetoError, RuntimeError):
     """A process does not run the same programs over the same plan as the job it wants to join."""
+
+
+class DeviceError(LetoError, RuntimeError):
+    """A GPU, its driver, or what is installed for it cannot do what is needed."""

@@ -94,21 +94,22 @@ def check_leaves(leaves: Sequence[LeafSpec]) -> None:
 
 @dataclasses.dataclass(frozen=True)
 class Packed:
-    """Small leaves side by side in one region, each at a multiple of 64 bytes (the alignment at which the CPU backend takes memory as it is)."""
+    """Small leaves side by side in one region, each at a multiple of `align` bytes."""
 
     leaves: tuple[LeafSpec, ...]
+    align: int = 64
 
     @functools.cached_property
     def offsets(self) -> tuple[int, ...]:
         offsets, end = [], 0
         for leaf in self.leaves:
             offsets.append(end)
-            end += round_up(leaf.nbytes, 64)
+            end += round_up(leaf.nbytes, self.align)
         return tuple(offsets)
 
     @property
     def nbytes(self) -> int:
-        return sum(round_up(leaf.nbytes, 64) for leaf in self.leaves)
+        return sum(round_up(leaf.nbytes, self.align) for leaf in self.leaves)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -199,6 +200,7 @@ class Piece:
     staging: int
     host: int
     parity_rows: int
+    align: int
 
     @property
     def pages(self) -> int:
@@ -215,11 +217,11 @@ class Piece:
     @property
     def record_offset(self) -> int:
         """Where in the guard block its record lies: behind parity rows and page checksums (two uint32 a page)."""
-        return round_up(self.parity_bytes + 8 * self.pages, 64)
+        return round_up(self.parity_bytes + 8 * self.pages, self.align)
 
     @property
     def guard_bytes(self) -> int:
-        return self.record_offset + RECORD_BYTES
+        return round_up(self.record_offset + RECORD_BYTES, self.align)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -350,7 +352,7 @@ def plan(spec: JobSpec) -> Layout:
     """Lays a job out. Pure: the same spec gives the same layout in every process. Raises LayoutError for leaves that cannot be retained."""
     check_leaves((*spec.params, *spec.extras))
     protection = spec.protection
-    page, rows = protection.page_bytes, protection.data_rows
+    page, rows, align = protection.page_bytes, protection.data_rows, protection.align_bytes
     device, host = _Regions("device", page), _Regions("host", page)
 
     signatures: list[tuple[SignatureSpec, tuple[int, ...], tuple[Chunk, ...], int, int]] = []
@@ -361,12 +363,12 @@ def plan(spec: JobSpec) -> Layout:
         signatures.append((sig, offsets, chunks, elements, max(chunk.length for chunk in chunks)))
 
     for copy in (0, 1):
-        device.add(f"log{copy}", RECORD_BYTES * (6 + 2 * count))
-    scalars = Packed((*spec.shared, *spec.values, LeafSpec("['grad_sums']", (count,), "uint32"), *_VERDICT))
+        device.add(f"log{copy}", align * (6 + 2 * count))
+    scalars = Packed((*spec.shared, *spec.values, LeafSpec("['grad_sums']", (count,), "uint32"), *_VERDICT), align)
     extras, metrics, read_only = (
-        Packed(spec.extras),
-        Packed(spec.metrics),
-        Packed((*(spec.params[i] for i in spec.read_only), *spec.constants)),
+        Packed(spec.extras, align),
+        Packed(spec.metrics, align),
+        Packed((*(spec.params[i] for i in spec.read_only), *spec.constants), align),
     )
     for name, packed in [("scalars", scalars), ("extras", extras), ("metrics", metrics)]:
         for copy in (0, 1):
@@ -382,7 +384,7 @@ def plan(spec: JobSpec) -> Layout:
         else:
             nbytes = elements * item_bytes(sig.grad_dtype)
             grads.append(Lane("grad", sig.grad_dtype, device.take(nbytes), elements, 0))
-    loose_grads = Packed(spec.loose_grads)
+    loose_grads = Packed(spec.loose_grads, align)
     device.add("loose_gradients", loose_grads.nbytes)
     device.name("gradients", start)
 
@@ -402,7 +404,9 @@ def plan(spec: JobSpec) -> Layout:
 
     def piece(signature, lane, chunk, nbytes, offset) -> None:
         nonlocal staging, parity
-        new = Piece(len(pieces), signature, lane, chunk, nbytes, nbytes // rows, page, offset, staging, parity, protection.parity_rows)
+        new = Piece(
+            len(pieces), signature, lane, chunk, nbytes, nbytes // rows, page, offset, staging, parity, protection.parity_rows, align
+        )
         pieces.append(new)
         staging += new.guard_bytes
         parity += new.guard_bytes

@@ -74,6 +74,15 @@ def unpack(data: bytes | memoryview, kind: Kind) -> Record | None:
     return Record(kind, words[2], words[3], words[4], words[5:14], words[14])
 
 
+def crc_deltas(places: tuple[int, ...]) -> tuple[int, ...]:
+    """By how much the crc of a record changes with each bit of the words at `places`, lowest bit first: 32 values a place.
+
+    CRC-32 is linear: a program that fills in words of a record whose crc was taken with zeros there XORs the values of the bits that it sets.
+    """
+    zeros = zlib.crc32(bytes(60))
+    return tuple(zlib.crc32((1 << (32 * place + bit)).to_bytes(60, "little")) ^ zeros for place in places for bit in range(32))
+
+
 def float_bits(value: float) -> int:
     """A float32's bits as a record word."""
     return struct.unpack("<I", struct.pack("<f", value))[0]

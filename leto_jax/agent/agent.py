@@ -37,16 +37,17 @@ from leto_jax.agent.injection import DAMAGE, Injection
 from leto_jax.agent.policy import Action, Failure, Kind, Limits
 from leto_jax.agent.processes import LOW, Child, become_subreaper, new_token, reap_orphans, set_priority, spawn, state_letter
 from leto_jax.arena import control as controls
-from leto_jax.arena import metadata
+from leto_jax.arena import damage, metadata
 from leto_jax.arena.control import Control, Word
-from leto_jax.arena.host import arena_names
-from leto_jax.arena.memory import Arena
+from leto_jax.arena.memory import HostArena
 from leto_jax.arena.metadata import HostMetadata, LostRange
+from leto_jax.arena.rank import arena_names
 from leto_jax.config import Deadlines, Process
 from leto_jax.faults import Phase, Point
 from leto_jax.goodput.journal import Journal
 from leto_jax.manager import fence, protocol, runtime
 from leto_jax.manager.client import ManagerClient, spawn_manager
+from leto_jax.manager.store import gpu_of
 from leto_jax.records import Kind as RecordKind
 from leto_jax.records import Record
 from leto_jax.rmu.recovery import Life
@@ -96,7 +97,7 @@ class Agent:
 
     def __init__(self, settings: Settings, environ: Mapping[str, str] = os.environ, say=None):
         self.settings = settings
-        self._environ = {**environ, **_cache_settings(environ, settings.job_dir)}
+        self._environ = {**environ, **_cache_settings(environ, settings.job_dir), **_gpu_settings(environ)}
         self._say = say or _say
         self.journal = Journal(settings.job_dir / "journal.jsonl")
         self._selector = selectors.DefaultSelector()
@@ -178,7 +179,7 @@ class Agent:
         self._selector.register(self._subscription, selectors.EVENT_READ, self._manager_spoke)
         rank = 0
         with self._client.reserve(arena_names(rank)[2], metadata.BYTES) as item:
-            self._metadata = HostMetadata(Arena(item.fd, metadata.BYTES, item.name))
+            self._metadata = HostMetadata(HostArena(item.fd, metadata.BYTES, item.name))
         with self._client.reserve(control_name(rank), controls.BYTES) as item:
             self._control = Control(item.fd)
         self._attached = self._attached and self._metadata.latest(RecordKind.LIFE) is not None
@@ -525,15 +526,17 @@ class Agent:
         step = self._control[Word.COMMIT] + (self._pending.failure.phase is Phase.COMMIT)
         piece = layout.pieces_of_chunk[layout.order(step + 1)[-1]][0]
         offset, page = layout.address(piece, step), piece.page_bytes
-        arena = Arena(descriptors[name].fd, descriptors[name].nbytes, name)
-        try:
-            if kind is FailureKind.PAGE_LOSS:
-                self._metadata.add_lost(LostRange("device", offset, page))
-            garbage = np.random.default_rng(self._incarnation).integers(0, 256, page, np.uint8)
-            arena.damage(offset, garbage)
-            self.journal.write("damage", rank=0, kind=kind.value, offset=offset, nbytes=page)
-        finally:
+        if kind is FailureKind.PAGE_LOSS:
+            self._metadata.add_lost(LostRange("device", offset, page))
+        if name in descriptors:
+            arena = HostArena(descriptors[name].fd, descriptors[name].nbytes, name)
+            arena.damage(offset, np.random.default_rng(self._incarnation).integers(0, 256, page, np.uint8))
             arena.close()
+        else:
+            segment, begin = damage.segment_of(name, offset)
+            found = descriptors[segment]
+            damage.damage_gpu(gpu_of(found.kind) or 0, found.fd, found.nbytes, begin, page, self._incarnation)
+        self.journal.write("damage", rank=0, kind=kind.value, offset=offset, nbytes=page)
 
     # Watching ---------------------------------------------------------------------------------------------------------------------
 
@@ -826,3 +829,8 @@ def _cache_settings(environ: Mapping[str, str], job_dir: Path) -> dict[str, str]
         "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
         "JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES": "-1",
     }
+
+
+def _gpu_settings(environ: Mapping[str, str]) -> dict[str, str]:
+    """XLA must not take the GPU's memory in advance: arenas and a shadow need theirs. No effect on the CPU."""
+    return {name: value for name, value in {"XLA_PYTHON_CLIENT_PREALLOCATE": "false"}.items() if name not in environ}

@@ -9,6 +9,7 @@ from __future__ import annotations
 import ctypes
 import fcntl
 import importlib.metadata
+import json
 import mmap
 import os
 import platform
@@ -33,6 +34,7 @@ from leto_jax.config import state_root
 from leto_jax.manager import limits, memory, protocol, runtime
 
 CHILD_SECS = 20.0
+GPU_SECS = 120.0  # CUDA and XLA take their time
 REAP_SECS = 3.0
 MIN_FILES = 256
 TYPICAL_JOB = "x" * 47  # as long as the names that `leto run` invents can be
@@ -73,6 +75,10 @@ def _row(probe: Probe) -> dict[str, Any]:
         kind = "" if isinstance(exception, errors.LetoError) else f"{type(exception).__name__}: "
         found = Found(f"{kind}{exception}", False, probe.advice)
     return {"check": probe.check, "ok": found.ok, "found": found.text, "advice": found.advice}
+
+
+def _module(name: str) -> list[str]:
+    return [sys.executable, "-m", name]
 
 
 def _python(code: str, *arguments: object) -> list[str]:
@@ -418,15 +424,49 @@ def packages(
     return Found(", ".join(shown))
 
 
-def gpu(root: str = "/") -> Found:
-    """For information: this version retains host memory of the CPU backend only."""
+def gpu_memory(root: str = "/", command: Sequence[str] = _module("leto_jax.arena.cuda")) -> Found:
+    """Whether GPU memory can be retained: made, mapped, written, and mapped again, in a process of its own."""
+    text = _nvidia(root)
+    if text is None:
+        return Found(_NO_GPU)
+    release = re.search(r"\b\d{3,}\.\d+(?:\.\d+)*", text)
+    shown = f"NVIDIA driver {release[0] if release else 'present'}"
+    found = _ask(command)
+    if not found["gpus"]:
+        return Found(f"{shown}; {found['reason'] or 'no GPU is visible'}", False, "uv sync --extra cuda; or train with --device cpu")
+    rows = "; ".join(f"GPU {row['gpu']}: {row['reason']}" for row in found["gpus"])
+    wrong = [row for row in found["gpus"] if not row["ok"]]
+    return Found(f"{shown}; {rows}", not wrong, "train with --device cpu" if wrong else "")
+
+
+def gpu_kernels(root: str = "/", command: Sequence[str] = _module("leto_jax.pallas.dispatch")) -> Found:
+    """Which implementation encodes, decodes and updates on the GPU, and why: each kernel is run once against its reference."""
+    if _nvidia(root) is None:
+        return Found(_NO_GPU)
+    rows = _ask(command, {"JAX_PLATFORMS": "cuda", "XLA_PYTHON_CLIENT_PREALLOCATE": "false"})
+    text = "; ".join(f"{row['operation']}: {row['reason']}" for row in rows)
+    return Found(text, all(row["ok"] for row in rows), "" if all(row["ok"] for row in rows) else "please report this")
+
+
+_NO_GPU = "no NVIDIA driver: training on the CPU"
+
+
+def _nvidia(root: str) -> str | None:
+    """What the kernel says about NVIDIA's driver, '' if it only has its device file; None if there is none."""
     text = _read(Path(root) / "proc/driver/nvidia/version")
-    if text is None and not (Path(root) / "dev/nvidiactl").exists():
-        return Found("no NVIDIA driver; CPU backend only in this version")
-    release = re.search(r"\b\d{3,}\.\d+(?:\.\d+)*", text or "")
-    return Found(
-        f"NVIDIA driver {release[0] if release else 'present'}; CPU backend only in this version", True, "train with JAX_PLATFORMS=cpu"
-    )
+    return text if text is not None else "" if (Path(root) / "dev/nvidiactl").exists() else None
+
+
+def _ask(command: Sequence[str], environ: Mapping[str, str] | None = None) -> Any:
+    """The JSON that a child prints. Raises DeviceError with its last words if it prints none."""
+    done = subprocess.run(command, capture_output=True, text=True, timeout=GPU_SECS, check=False, env={**os.environ, **(environ or {})})
+    try:
+        return json.loads(done.stdout)
+    except ValueError as exception:
+        said = done.stderr.strip().splitlines()
+        raise errors.DeviceError(
+            f"{' '.join(command[1:])} ended with exit code {done.returncode}: {said[-1] if said else 'no word'}"
+        ) from exception
 
 
 _KERNEL = "use Linux 5.3 or newer, outside of a sandbox that filters system calls"
@@ -448,5 +488,6 @@ PROBES: tuple[Probe, ...] = (
     Probe("state directory", state_directory, "set XDG_STATE_HOME to a directory that you can write to"),
     Probe("Python", python, "install leto_jax as a package (`uv sync`)"),
     Probe("packages", packages, "install leto_jax as a package (`uv sync`)"),
-    Probe("GPU", gpu, ""),
+    Probe("GPU memory", gpu_memory, "uv sync --extra cuda; or train with --device cpu"),
+    Probe("GPU kernels", gpu_kernels, "uv sync --extra cuda; or train with --device cpu"),
 )

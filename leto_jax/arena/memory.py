@@ -1,11 +1,13 @@
 """A mapped arena, and the one way to store to it.
 
-Views are handed out read-only; `Arena.store` and `Arena.store_record` are the only writers, so every store passes a crash point.
-Host memory (memfd) here. A device arena offers the same offsets; its stores are made by programs with donated views.
+Views are handed out read-only; `Arena.store` and `Arena.store_record` are the only writers from the host, so each of their stores passes a
+crash point. `HostArena` is memory behind a memfd. `arena.device.DeviceArena` offers the same over GPU memory, where programs also write by
+themselves, into donated views.
 """
 
 from __future__ import annotations
 
+import abc
 import ctypes
 import mmap
 import os
@@ -16,7 +18,66 @@ from leto_jax import errors, faults, records
 from leto_jax.faults import Moment, Point
 
 
-class Arena:
+class Arena(abc.ABC):
+    """`nbytes` of retained memory under a name."""
+
+    name: str
+    nbytes: int
+
+    @property
+    @abc.abstractmethod
+    def address(self) -> int:
+        """Of the first byte, in this process (or as the device of this process sees it)."""
+
+    @abc.abstractmethod
+    def view(self, offset: int, nbytes: int) -> np.ndarray:
+        """Read-only bytes: on the host the memory itself, of a device a copy of what is there once its programs are done."""
+
+    @abc.abstractmethod
+    def _write(self, offset: int, data: np.ndarray) -> None:
+        """Writes bytes; blocks until they are there."""
+
+    def array(self, offset: int, shape: tuple[int, ...], dtype: np.dtype) -> np.ndarray:
+        """`view` as an array of `shape` and `dtype`."""
+        count = int(np.prod(shape, dtype=np.int64)) * dtype.itemsize
+        return self.view(offset, count).view(dtype).reshape(shape)
+
+    def store(self, point: Point, offset: int, data: np.ndarray) -> None:
+        """Copies `data` (any dtype, C-contiguous) to `offset`.
+
+        Crash: any prefix of the bytes may have arrived; a later record must say when they all have.
+        Cost: one memcpy, 10 GB/s or so; blocking.
+        """
+        flat = data.reshape(-1).view(np.uint8) if data.size else np.empty(0, np.uint8)
+        hook = faults.store_hook()
+        if hook is None:
+            self._write(offset, flat)
+            return
+        hook(point, Moment.BEFORE, flat.size)
+        half = flat.size // 2
+        self._write(offset, flat[:half])
+        hook(point, Moment.TORN, flat.size)
+        self._write(offset + half, flat[half:])
+        hook(point, Moment.AFTER, flat.size)
+
+    @abc.abstractmethod
+    def store_record(self, point: Point, offset: int, record: records.Record) -> None:
+        """Stores a record. Crash: the old record, the new one, or one that does not check."""
+
+    def record(self, offset: int, kind: records.Kind) -> records.Record | None:
+        """The valid record of `kind` at `offset`, or None."""
+        return records.unpack(self.view(offset, records.BYTES).tobytes(), kind)
+
+    @abc.abstractmethod
+    def damage(self, offset: int, data: np.ndarray) -> None:
+        """Overwrites bytes as a hardware fault would: not a store of ours, hence no crash point. For injectors and tests."""
+
+    @abc.abstractmethod
+    def close(self) -> None:
+        """Drops the mapping."""
+
+
+class HostArena(Arena):
     """`nbytes` of shared memory behind a descriptor, mapped read-write. Owns the mapping, not the descriptor.
 
     Raises LayoutError if the descriptor holds fewer bytes than the plan needs.
@@ -41,32 +102,10 @@ class Arena:
         return self._bytes.ctypes.data
 
     def view(self, offset: int, nbytes: int) -> np.ndarray:
-        """Read-only bytes; no copy."""
         return self._read_only[offset : offset + nbytes]
 
-    def array(self, offset: int, shape: tuple[int, ...], dtype: np.dtype) -> np.ndarray:
-        """A read-only array of `shape` and `dtype` at `offset`; no copy."""
-        count = int(np.prod(shape, dtype=np.int64)) * dtype.itemsize
-        return self.view(offset, count).view(dtype).reshape(shape)
-
-    def store(self, point: Point, offset: int, data: np.ndarray) -> None:
-        """Copies `data` (any dtype, C-contiguous) to `offset`.
-
-        Crash: any prefix of the bytes may have arrived; a later record must say when they all have.
-        Cost: one memcpy, 10 GB/s or so; blocking.
-        """
-        flat = data.reshape(-1).view(np.uint8) if data.size else np.empty(0, np.uint8)
-        target = self._bytes[offset : offset + flat.size]
-        hook = faults.store_hook()
-        if hook is None:
-            np.copyto(target, flat)
-            return
-        hook(point, Moment.BEFORE, flat.size)
-        half = flat.size // 2
-        np.copyto(target[:half], flat[:half])
-        hook(point, Moment.TORN, flat.size)
-        np.copyto(target[half:], flat[half:])
-        hook(point, Moment.AFTER, flat.size)
+    def _write(self, offset: int, data: np.ndarray) -> None:
+        np.copyto(self._bytes[offset : offset + data.size], data)
 
     def store_record(self, point: Point, offset: int, record: records.Record) -> None:
         """Stores a record: its first 56 bytes, then the last 8 with the crc as one aligned store.
@@ -85,12 +124,7 @@ class Arena:
         if hook is not None:
             hook(point, Moment.AFTER, records.BYTES)
 
-    def record(self, offset: int, kind: records.Kind) -> records.Record | None:
-        """The valid record of `kind` at `offset`, or None."""
-        return records.unpack(self.view(offset, records.BYTES).tobytes(), kind)
-
     def damage(self, offset: int, data: np.ndarray) -> None:
-        """Overwrites bytes as a hardware fault would: not a store of ours, hence no crash point. For injectors and tests."""
         ctypes.memmove(self.address + offset, data.ctypes.data, data.nbytes)
 
     def close(self) -> None:

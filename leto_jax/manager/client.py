@@ -346,14 +346,14 @@ class ManagerClient:
         return _descriptor_of(*self._connection.request(message, (), timeout_secs))
 
     def reserve(self, name: str, nbytes: int, kind: str = ARENA, timeout_secs: float = RESERVE_SECS) -> Descriptor:
-        """New zeroed memory with real pages, or the memory that has this name if its size is equal.
+        """New zeroed memory with real pages, or the memory that has this name if its size is equal. kind: ARENA, or `store.gpu_kind(n)`.
 
         Raises:
           MemoryBudgetError: it does not fit into the machine or its cgroup; with the numbers.
           UsageError: the name exists with another size (both are named) or kind.
 
         *Crash*: of the caller: the memory is kept under its name. Of the manager: the agent has a duplicate if the caller has.
-        *Cost*: about 0.5 s per GiB of new memory.
+        *Cost*: about 0.5 s per GiB of new host memory, 1 ms per GiB of a GPU's (which is not zeroed).
         """
         return self._request_descriptor({"op": "reserve", "name": name, "bytes": nbytes, "kind": kind}, timeout_secs)
 

@@ -31,11 +31,12 @@ from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from leto_jax.arena import cuda
 from leto_jax.errors import DeadlineError, JobError, LetoError, ProtocolError, UsageError
 from leto_jax.manager import limits, memory, protocol, runtime
 from leto_jax.manager.fence import Fence, FenceReport, ProcessId, check_token, is_dead, process_id
 from leto_jax.manager.hub import Connection, Handler, Hub, Log, Reply, Steps, exited
-from leto_jax.manager.store import ARENA, BLOB, KINDS, Entry, Store, check_name, check_sha256
+from leto_jax.manager.store import ARENA, BLOB, Entry, Store, check_kind, check_name, check_sha256, gpu_of
 
 ROLES = ("agent", "trainer", "shadow", "tool")
 MAX_CHILDREN = 1024
@@ -376,25 +377,26 @@ class Server:
         self._expect_member(connection, request)
         name = check_name(_text(request, "name"))
         nbytes = _integer(request, "bytes", 1, MAX_BYTES)
-        kind = request.get("kind", ARENA)
-        if kind != ARENA:
-            raise UsageError(f"only host memory can be reserved (kind {ARENA!r}), found {kind!r}")
-        return self._reserve(name, nbytes)
+        kind = check_kind(_text(request, "kind") if "kind" in request else ARENA)
+        if kind == BLOB:
+            raise UsageError(f"{name!r}: only memory can be reserved, a blob is put")
+        return self._reserve(name, nbytes, kind)
 
-    def _reserve(self, name: str, nbytes: int) -> Steps:
+    def _reserve(self, name: str, nbytes: int, kind: str) -> Steps:
         while self._reserving:  # one at a time: two that fit only alone must not both fail half way
             yield 0.005
         if self._store.find(name) is None:
             self._store.check_room(name)
             self._reserving = True
             try:
-                fd = yield from memory.reserve_steps(name, nbytes)
+                gpu = gpu_of(kind)
+                fd = cuda.allocate(gpu, nbytes) if gpu is not None else (yield from memory.reserve_steps(name, nbytes))
             finally:
                 self._reserving = False
-            made = Entry(name, ARENA, nbytes, fd)
+            made = Entry(name, kind, nbytes, fd)
             self._store.put(made)
             yield from self._tell({"event": "descriptor", **made.describe()}, (fd,))
-        entry = self._store.get(name, ARENA)
+        entry = self._store.get(name, kind)
         if entry.nbytes != nbytes:
             raise UsageError(
                 f"arena {name!r} exists with {entry.nbytes} bytes, {nbytes} are asked for: the plan of this process differs from the job's"
@@ -411,10 +413,10 @@ class Server:
 
     def _op_lease(self, connection: Connection, request: protocol.Message, fds: Sequence[int]) -> Steps:
         self._expect_member(connection, request)
-        return self._lease(connection, self._store.get(_text(request, "name"), ARENA).name)
+        return self._lease(connection, self._store.get_arena(_text(request, "name")).name)
 
     def _lease(self, connection: Connection, name: str) -> Steps:
-        holder = self._store.get(name, ARENA).holder
+        holder = self._store.get_arena(name).holder
         if holder is not None and holder != connection.identity:
             process = self._holders[holder]
             if not exited(process.pidfd):  # its death may not have been read from the selector yet
@@ -491,17 +493,15 @@ class Server:
     def _adopt(self, request: protocol.Message, fds: Sequence[int]) -> Steps:
         fd = _one_fd(request, fds)
         name = check_name(_text(request, "name"))
-        kind = _text(request, "kind")
+        kind = check_kind(_text(request, "kind"))
         nbytes = _integer(request, "bytes", 0, MAX_BYTES)
         holder = _identity(request, "holder")
         sha256 = None
-        if kind not in KINDS:
-            raise UsageError(f"{name!r}: expected a kind out of {', '.join(KINDS)}, found {kind!r}")
         self._store.check_room(name)
         if kind == BLOB:
             sha256 = check_sha256(_text(request, "sha256"))
             yield from _check_blob(name, nbytes, sha256, fd)
-        elif memory.size(fd) != nbytes or not memory.has_sealed_size(fd):
+        elif kind == ARENA and (memory.size(fd) != nbytes or not memory.has_sealed_size(fd)):
             found = f"{memory.size(fd)} bytes with seals {memory.seals(fd):#x}"
             raise UsageError(f"arena {name!r}: expected memory of {nbytes} bytes with a sealed size, found {found}")
         known = self._store.find(name)
@@ -509,9 +509,9 @@ class Server:
             entry = Entry(name, kind, nbytes, os.dup(fd), sha256)
             self._store.put(entry)
             yield from self._tell({"event": "descriptor", **entry.describe()}, (fd,))
-        elif not os.path.samestat(os.fstat(known.fd), os.fstat(fd)):
+        elif known.kind != kind or (gpu_of(kind) is None and not os.path.samestat(os.fstat(known.fd), os.fstat(fd))):
             raise JobError(f"{name!r} is kept already, as {known.kind} of {known.nbytes} bytes, and is not the same memory")
-        if kind == ARENA and holder is not None and self._store.get(name).holder is None:
+        if kind != BLOB and holder is not None and self._store.get(name).holder is None:
             self._adopt_lease(name, holder)
         return {"ok": True}, ()
 
@@ -550,7 +550,7 @@ class Server:
             "agent": None if self._agent is None else self._agent.identity.pid,
             "fencing": self._fence is not None,
             "fence": _fence_message(self._fence_report),
-            "arenas": sum(entry.kind == ARENA for entry in entries),
+            "arenas": sum(entry.is_arena for entry in entries),
             "blobs": sum(entry.kind == BLOB for entry in entries),
             "bytes": sum(entry.nbytes for entry in entries),
             "holders": [process.identity.pid for process in self._living_holders()],

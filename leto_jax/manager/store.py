@@ -13,8 +13,8 @@ from leto_jax.manager.fence import ProcessId
 
 ARENA = "arena"
 BLOB = "blob"
-KINDS = (ARENA, BLOB)
 MAX_ENTRIES = 4096
+_GPU = re.compile(r"gpu(\d{1,3})")
 _NAME = re.compile(r"[A-Za-z0-9._:/-]{1,128}")
 _SHA256 = re.compile(r"[0-9a-f]{64}")
 _LISTED_NAMES = 20
@@ -25,6 +25,24 @@ def check_name(name: str) -> str:
     if not isinstance(name, str) or not _NAME.fullmatch(name):
         raise UsageError(f"a name of retained memory is 1 to 128 of the characters A-Z a-z 0-9 . _ : / -, found {name!r}")
     return name
+
+
+def gpu_kind(ordinal: int) -> str:
+    """Kind of an arena in the memory of GPU `ordinal`, as CUDA counts them in this environment."""
+    return f"gpu{ordinal}"
+
+
+def gpu_of(kind: str) -> int | None:
+    """The GPU of a kind of arena; None for host memory and for blobs."""
+    found = _GPU.fullmatch(kind)
+    return int(found[1]) if found else None
+
+
+def check_kind(kind: str) -> str:
+    """The kind itself; `UsageError` if it is none."""
+    if kind not in (ARENA, BLOB) and gpu_of(kind) is None:
+        raise UsageError(f"expected a kind out of {ARENA}, {BLOB}, gpu0, gpu1, ..., found {kind!r}")
+    return kind
 
 
 def check_sha256(digest: str) -> str:
@@ -48,6 +66,11 @@ class Entry:
     sha256: str | None = None
     holder: ProcessId | None = None
     orphaned_by: int | None = None
+
+    @property
+    def is_arena(self) -> bool:
+        """Whether it has writers; blobs are sealed."""
+        return self.kind != BLOB
 
     def describe(self) -> dict[str, Any]:
         """The entry as a JSON object, without its descriptor."""
@@ -90,6 +113,11 @@ class Store:
             raise UsageError(f"{name!r} is kept as {entry.kind}, expected {kind}")
         return entry
 
+    def get_arena(self, name: str) -> Entry:
+        """`get` for an arena of whatever memory."""
+        entry = self.get(name)
+        return entry if entry.is_arena else self.get(name, ARENA)
+
     def check_room(self, name: str) -> None:
         """Refuses a new name when the store is full; a name that exists takes no room."""
         if name not in self._entries and len(self._entries) >= MAX_ENTRIES:
@@ -110,7 +138,7 @@ class Store:
 
     def lease(self, name: str, holder: ProcessId) -> Entry:
         """Makes `holder` the one writer of an arena; returns the entry as it was. The caller has checked that no other holder lives."""
-        entry = self.get(name, ARENA)
+        entry = self.get_arena(name)
         self._entries[name] = dataclasses.replace(entry, holder=holder, orphaned_by=None)
         return entry
 

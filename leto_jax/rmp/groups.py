@@ -1,14 +1,13 @@
 """Protection groups of one rank: parity and page checksums of every piece, in staging, in the host arena, and used for repair.
 
-A piece's guard block is H parity rows, two uint32 checksums a page, and a record: the version of the data that it guards, and the CRC-32 of
-the checksums. Fresh blocks are staged on the device beside the data, and drained to the host arena after the commit. A block counts
+A piece's guard block is H parity rows, two uint32 checksums a page, and a record: the version of the data that it guards, and a checksum of
+the checksums, in the same form (`seal_record`; a device makes it by itself). Fresh blocks are staged on the device beside the data, and drained to the host arena after the commit. A block counts
 only with a valid record of the data's version: what was cut short, lost or damaged is not there.
 """
 
 from __future__ import annotations
 
 import itertools
-import zlib
 from collections.abc import Iterable, Sequence
 
 import numpy as np
@@ -37,13 +36,25 @@ class Guard:
         Crash: the block is void until its record is stored.
         Cost: H/D of the piece, blocking.
         """
-        offset, record = self._staging + piece.staging, self._record_of(piece, version, checksums)
-        self._device.store_record(Point.STAGING, offset + piece.record_offset, Record(Kind.VERSION, index=piece.index))
+        self.void(piece)
+        offset = self._staging + piece.staging
         for part in (*parity, checksums):
             part = np.asarray(part)
             self._device.store(Point.STAGING, offset, part)
             offset += part.nbytes
-        self._device.store_record(Point.STAGING, self._staging + piece.staging + piece.record_offset, record)
+        self.seal(piece, version, checksums)
+
+    def void(self, piece: Piece) -> None:
+        """Says that a staged block does not count: it is about to be written, or a page of it is lost."""
+        self._device.store_record(Point.STAGING, self.record_place(piece), void_record(piece))
+
+    def seal(self, piece: Piece, version: int, checksums: np.ndarray) -> None:
+        """Says that a staged block is complete, and of which version."""
+        self._device.store_record(Point.STAGING, self.record_place(piece), seal_record(piece, version, np.asarray(checksums)))
+
+    def record_place(self, piece: Piece) -> int:
+        """Byte address of a staged block's record in the device arena."""
+        return self._staging + piece.staging + piece.record_offset
 
     def drain(self, pieces: Iterable[Piece], version: int) -> None:
         """Copies staged blocks of `version` to the host arena; leaves out those that are not of this version.
@@ -52,13 +63,26 @@ class Guard:
         Cost: H/D of the pieces, blocking.
         """
         for piece in pieces:
-            staged = self._valid(self._device, self._staging + piece.staging, piece)
+            staged = self.staged(piece)
             if staged is None or staged.step != version:
                 continue
-            target = self._parity + piece.host
-            self._host.store_record(Point.DRAIN_FLUX, target + piece.record_offset, Record(Kind.VERSION, index=piece.index))
-            self._host.store(Point.DRAIN_PARITY, target, self._device.view(self._staging + piece.staging, piece.record_offset))
-            self._host.store_record(Point.DRAIN_VERSION, target + piece.record_offset, staged)
+            source, target = self._staging + piece.staging, self.begin_drain(piece)
+            self._host.store(Point.DRAIN_PARITY, target, self._device.view(source, piece.record_offset))
+            self.end_drain(piece, staged)
+
+    def staged(self, piece: Piece) -> Record | None:
+        """The record of a piece's staged block if the block counts."""
+        return self._valid(self._device, self._staging + piece.staging, piece)
+
+    def begin_drain(self, piece: Piece) -> int:
+        """Voids the host copy of a piece's block; returns where it lies in the host arena."""
+        target = self._parity + piece.host
+        self._host.store_record(Point.DRAIN_FLUX, target + piece.record_offset, void_record(piece))
+        return target
+
+    def end_drain(self, piece: Piece, staged: Record) -> None:
+        """The block has arrived: from here the host copy counts."""
+        self._host.store_record(Point.DRAIN_VERSION, self._parity + piece.host + piece.record_offset, staged)
 
     def version(self, piece: Piece) -> int | None:
         """Version of a piece's block in the host arena; None if there is no valid one."""
@@ -67,11 +91,10 @@ class Guard:
 
     def invalidate(self, piece: Piece, staged: bool, host: bool) -> None:
         """Voids a piece's blocks, where a page of them is lost: nothing of them may count once the loss is forgotten."""
-        void = Record(Kind.VERSION, index=piece.index)
         if staged:
-            self._device.store_record(Point.STAGING, self._staging + piece.staging + piece.record_offset, void)
+            self.void(piece)
         if host:
-            self._host.store_record(Point.DRAIN_FLUX, self._parity + piece.host + piece.record_offset, void)
+            self.begin_drain(piece)
 
     def ranges(self, piece: Piece) -> tuple[tuple[int, int], tuple[int, int]]:
         """((offset, nbytes) of a piece's block in the device arena, the same in the host arena)."""
@@ -140,10 +163,18 @@ class Guard:
         record = arena.record(offset + piece.record_offset, Kind.VERSION)
         if record is None or record.body[0] != CURRENT or record.index != piece.index:
             return None
-        return record if record.body[1] == zlib.crc32(self._checksums(arena, offset, piece)) else None
+        return record if record.body == seal_record(piece, record.step, self._checksums(arena, offset, piece)).body else None
 
     def _checksums(self, arena: Arena, offset: int, piece: Piece) -> np.ndarray:
         return arena.array(offset + piece.parity_bytes, (piece.pages, 2), np.dtype(np.uint32))
 
-    def _record_of(self, piece: Piece, version: int, checksums: np.ndarray) -> Record:
-        return Record(Kind.VERSION, step=version, index=piece.index, body=(CURRENT, zlib.crc32(np.ascontiguousarray(checksums))))
+
+def void_record(piece: Piece) -> Record:
+    """The record of a block that does not count."""
+    return Record(Kind.VERSION, index=piece.index)
+
+
+def seal_record(piece: Piece, version: int, checksums: np.ndarray) -> Record:
+    """The record of a complete block: version of the data, and the checksum of the page checksums (uint32[pages, 2]) as if they were a page."""
+    first, second = checksum.page_checksums_np(np.ascontiguousarray(checksums).reshape(1, -1))[0]
+    return Record(Kind.VERSION, step=version, index=piece.index, body=(CURRENT, int(first), int(second)))

@@ -16,7 +16,6 @@ from __future__ import annotations
 
 import dataclasses
 
-from leto_jax import records
 from leto_jax.arena.memory import Arena
 from leto_jax.faults import Point
 from leto_jax.layout import Layout
@@ -51,12 +50,12 @@ class Log:
     def __init__(self, arena: Arena, layout: Layout):
         self._arena, self.chunks = arena, len(layout.chunks)
         self._base = [layout.by_name[f"log{copy}"].offset for copy in COPIES]
-        self._nbytes = layout.by_name["log0"].nbytes
+        self._stride = layout.spec.protection.align_bytes
 
     def offset(self, copy: int, kind: Kind, step: int, index: int = 0) -> int:
         """Where a record of `kind` about `step` lies (bytes in the arena)."""
         slot = 6 + 2 * index if kind is Kind.MARK else _FIRST[kind]
-        return self._base[copy] + records.BYTES * (slot + step % 2)
+        return self._base[copy] + self._stride * (slot + step % 2)
 
     def write(self, point: Point, record: Record) -> None:
         """Stores a record in both copies.

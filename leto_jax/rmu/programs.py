@@ -49,11 +49,16 @@ class StepSpec:
 
 @dataclasses.dataclass(frozen=True)
 class Program:
-    """A named function of flat arrays, with the ShapeDtypeStructs of its arguments (a tuple of lists or arrays)."""
+    """A named function of flat arrays, with the ShapeDtypeStructs of its arguments (a tuple of lists or arrays).
+
+    places: number of the argument that is donated: arrays over retained memory, in the order of the first outputs, which go there. None: the
+    outputs are arrays of their own.
+    """
 
     name: str
     function: Callable
     arguments: tuple
+    places: int | None = None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -87,7 +92,8 @@ class Job:
     """Everything derived from the user's functions by tracing: layout, programs, and the homes of all leaves.
 
     differentiated: parameter leaves whose gradient is computed, in order; grad_homes: where each of them lies (the parameter's home, whose
-    signature has the gradient lane, or among the loose gradients). copied: parameter leaves with a compute copy.
+    signature has the gradient lane, or among the loose gradients). copied: parameter leaves with a compute copy. in_place: programs write to
+    their places themselves (`rmu.device`). decide_reads: indices of the parameters, optimizer state and companions that decide reads.
     """
 
     layout: Layout
@@ -103,6 +109,8 @@ class Job:
     companion_specs: tuple[LeafSpec, ...]
     differentiated: tuple[int, ...]
     copied: tuple[int, ...]
+    in_place: bool = False
+    decide_reads: tuple[tuple[int, ...], ...] = ((), (), ())
 
 
 def is_key(x) -> bool:
@@ -169,10 +177,11 @@ def _store(tree: PyTree) -> list[Array]:
     return [to_storage(x) for x in jax.tree_util.tree_leaves(tree)]
 
 
-def trace(init: Callable, step: StepSpec, batch: PyTree, key: Array, protection: Protection) -> Job:
+def trace(init: Callable, step: StepSpec, batch: PyTree, key: Array, protection: Protection, in_place: jax.Device | None = None) -> Job:
     """Traces the user's functions abstractly and plans the job. Nothing is computed, nothing is allocated.
 
-    batch: one batch (its values are not used). key: the base key; step t gets fold_in(key, t).
+    batch: one batch (its values are not used). key: the base key; step t gets fold_in(key, t). in_place: the device whose programs shall
+    write to retained memory themselves; None where outputs are copied there.
     Raises LayoutError, UsageError or UnsupportedOptimizerError.
     """
     (params, extras), _ = _abstract(init, key)
@@ -264,9 +273,17 @@ def trace(init: Callable, step: StepSpec, batch: PyTree, key: Array, protection:
         companion_specs=companion_specs,
         differentiated=differentiated,
         copied=tuple(i for i in range(len(param_specs)) if ("compute", i) in homes),
+        in_place=in_place is not None,
     )
+    decide, reads = _decide_program(job, step)
+    job = dataclasses.replace(job, decide_reads=reads)
+    job.programs["decide"] = decide
     for program in _programs(job, init, init_companions, compute, step, leaf_specs(key)[0]):
         job.programs[program.name] = program
+    if in_place is not None:
+        from leto_jax.rmu import placed  # after the programs that it puts in place
+
+        job.programs.update(placed.programs(job, in_place))
     return job
 
 
@@ -376,9 +393,48 @@ def _signature_spec(
     )
 
 
+def _decide_program(job: Job, step: StepSpec) -> tuple[Program, tuple[tuple[int, ...], ...]]:
+    """Decide, and the indices of the parameters, optimizer state and companions that it reads: it takes only these."""
+    spec, sliced = job.layout.spec, job.sliced
+    groups = (structs(spec.params), structs(job.opt_specs), structs(job.companion_specs))
+    scalar = lambda dtype: jax.ShapeDtypeStruct((), jnp.dtype(dtype))
+    grads = [jax.ShapeDtypeStruct(spec.params[i].shape, sliced.leaves[i].grad_dtype) for i in job.differentiated]
+
+    def whole(grads, params, states, companions, loss, sumsq, number):
+        full: list[Array | None] = [None] * len(spec.params)
+        for i, grad in zip(job.differentiated, grads, strict=True):
+            full[i] = grad
+        by_name = {name: companions[n * len(params) : (n + 1) * len(params)] for n, name in enumerate(sliced.companions)}
+        params = [from_storage(x, s) for x, s in zip(params, spec.params, strict=True)]
+        new_shared, values = sliced.decide(full, params, states, by_name, number, loss)
+        finite = jnp.isfinite(loss) & jnp.isfinite(sumsq)
+        otherwise = {"stop": STOP, "skip": SKIP, "continue": APPLY}[step.non_finite]
+        verdict = jnp.where(finite, APPLY, otherwise).astype(jnp.int32)
+        kept = [jnp.where(verdict == APPLY, to_storage(new), states[j]) for new, j in zip(new_shared, sliced.shared, strict=True)]
+        return kept, [to_storage(x) for x in values], verdict
+
+    rest = scalar("float32"), scalar("float32"), scalar("int32")
+    traced = jax.make_jaxpr(whole)(grads, *groups, *rest).jaxpr
+    read = {id(var) for eqn in traced.eqns for var in eqn.invars} | {id(var) for var in traced.outvars}
+    inputs = iter(traced.invars[len(grads) :])
+    reads = tuple(tuple(i for i, var in enumerate(itertools.islice(inputs, len(group))) if id(var) in read) for group in groups)
+
+    def filled(taken: Sequence[Array], needed: Sequence[int], group: Sequence) -> list[Array]:
+        """What was taken at its place among zeros, which nothing reads."""
+        found = dict(zip(needed, taken, strict=True))
+        return [found[i] if i in found else jnp.zeros(x.shape, x.dtype) for i, x in enumerate(group)]
+
+    def run(grads, params, states, companions, loss, sumsq, number):
+        params, states, companions = map(filled, (params, states, companions), reads, groups)
+        return whole(grads, params, states, companions, loss, sumsq, number)
+
+    taken = [[group[i] for i in needed] for group, needed in zip(groups, reads, strict=True)]
+    return Program("decide", run, (grads, *taken, *rest)), reads
+
+
 def _programs(job: Job, init, init_companions, compute, step: StepSpec, key_spec: LeafSpec):
     """Every program of the job. Names are stable: they are keys of the executables' blob and of the program hashes."""
-    plan, trees, sliced = job.layout, job.trees, job.sliced
+    plan, trees = job.layout, job.trees
     spec, protection = plan.spec, plan.spec.protection
     scalar = lambda dtype: jax.ShapeDtypeStruct((), jnp.dtype(dtype))
     key_struct = struct(key_spec)
@@ -412,34 +468,6 @@ def _programs(job: Job, init, init_companions, compute, step: StepSpec, key_spec
 
     yield Program("compute", run_compute, (structs(seen_specs), structs(spec.extras), structs(spec.batch), key_struct, scalar("int32")))
 
-    def run_decide(grads, params, states, companions, loss, sumsq, number):
-        full: list[Array | None] = [None] * len(spec.params)
-        for i, grad in zip(job.differentiated, grads, strict=True):
-            full[i] = grad
-        by_name = {name: companions[n * len(params) : (n + 1) * len(params)] for n, name in enumerate(sliced.companions)}
-        params = [from_storage(x, s) for x, s in zip(params, spec.params, strict=True)]
-        new_shared, values = sliced.decide(full, params, states, by_name, number, loss)
-        finite = jnp.isfinite(loss) & jnp.isfinite(sumsq)
-        otherwise = {"stop": STOP, "skip": SKIP, "continue": APPLY}[step.non_finite]
-        verdict = jnp.where(finite, APPLY, otherwise).astype(jnp.int32)
-        kept = [jnp.where(verdict == APPLY, to_storage(new), states[j]) for new, j in zip(new_shared, sliced.shared, strict=True)]
-        return kept, [to_storage(x) for x in values], verdict
-
-    grads = [jax.ShapeDtypeStruct(spec.params[i].shape, sliced.leaves[i].grad_dtype) for i in job.differentiated]
-    yield Program(
-        "decide",
-        run_decide,
-        (
-            grads,
-            structs(spec.params),
-            structs(job.opt_specs),
-            structs(job.companion_specs),
-            scalar("float32"),
-            scalar("float32"),
-            scalar("int32"),
-        ),
-    )
-
     for number, signature in enumerate(plan.signatures):
         seen: set[str] = set()
         for chunk in signature.chunks:
@@ -461,6 +489,23 @@ def _programs(job: Job, init, init_companions, compute, step: StepSpec, key_spec
         yield Program(encode_name(words), run_encode, argument)
         yield Program(checksum_name(words), run_checksum, argument)
 
+    for count in sorted(gradient_words(plan)):
+
+        def run_gradient_sum(data, page_words=protection.page_bytes // 4):
+            return codec.page_checksums(data.reshape(-1, page_words) if data.size % page_words == 0 else data[None])
+
+        yield Program(gradient_sum_name(count), run_gradient_sum, (jax.ShapeDtypeStruct((count,), jnp.uint32),))
+
+
+def gradient_words(plan: Layout) -> set[int]:
+    """Sizes, in words, of the chunks' gradients."""
+    found = [(plan.signatures[number].grad, chunk) for number, chunk in plan.chunks]
+    return {chunk.length * grad.item_bytes // 4 for grad, chunk in found if grad is not None}
+
+
+def gradient_sum_name(words: int) -> str:
+    return f"gradient_sum.{words}"
+
 
 def encode_name(words: int) -> str:
     return f"encode.{words}"
@@ -476,6 +521,15 @@ def update_name(plan: Layout, index: int) -> str:
     return f"update.{number}" if plan.signatures[number].spec.elementwise else f"update.{number}.{index}"
 
 
+def elementwise_update(job: Job, number: int, values, verdict, grad: Array | None, old: Sequence[Array]) -> list[Array]:
+    """The update of an elementwise signature over pieces of one shape, whichever it is: new pieces in the order of the lanes."""
+    traced, kinds = job.sliced.signatures[number], [kind for kind, _ in job.layout.signatures[number].spec.lanes]
+    assert traced.values is not None
+    pieces = {**dict(zip(kinds, old, strict=True)), "grad": grad}
+    new = job.sliced.apply(traced, [values[k] for k in traced.values], [pieces[port.kind] for port in traced.inputs], old[0].shape)
+    return [jnp.where(verdict == APPLY, x, y) for x, y in zip(new, old, strict=True)]
+
+
 def _update_program(job: Job, number: int, chunk: layouts.Chunk, name: str) -> Program:
     """Chunk update: (values, verdict, gradient piece, old pieces) -> new pieces, every piece flat.
 
@@ -486,16 +540,10 @@ def _update_program(job: Job, number: int, chunk: layouts.Chunk, name: str) -> P
     kinds = [kind for kind, _ in signature.spec.lanes]
     length = chunk.length
 
-    def apply(values, picked: Sequence[int], pieces: dict[str, Array], shape) -> Sequence[Array]:
-        return sliced.apply(traced, [values[k] for k in picked], [pieces[port.kind] for port in traced.inputs], shape)
-
     if signature.spec.elementwise:
-        assert traced.values is not None
-        common = traced.values
 
         def run(values, verdict, grad, old):
-            new = apply(values, common, {**dict(zip(kinds, old, strict=True)), "grad": grad}, (length,))
-            return [jnp.where(verdict == APPLY, x, y) for x, y in zip(new, old, strict=True)]
+            return elementwise_update(job, number, values, verdict, grad, old)
 
     else:
         members = [
@@ -518,7 +566,8 @@ def _update_program(job: Job, number: int, chunk: layouts.Chunk, name: str) -> P
                 pieces = {kind: take(piece, form) for kind, piece, form in zip(kinds, old, shapes, strict=True)}
                 if grad is not None:
                     pieces["grad"] = take(grad, shape)
-                for lane, x in enumerate(apply(values, picked, pieces, shape)):
+                new_leaf = sliced.apply(traced, [values[k] for k in picked], [pieces[port.kind] for port in traced.inputs], shape)
+                for lane, x in enumerate(new_leaf):
                     new[lane] = jax.lax.dynamic_update_slice(new[lane], x.reshape(-1), (begin,))
             return [jnp.where(verdict == APPLY, x, y) for x, y in zip(new, old, strict=True)]
 

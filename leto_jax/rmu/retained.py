@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import zlib
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import jax
 import jax.numpy as jnp
@@ -12,10 +12,9 @@ import numpy as np
 
 from leto_jax.arena.memory import Arena
 from leto_jax.arena.metadata import HostMetadata, touches
-from leto_jax.arena.views import host_view
+from leto_jax.arena.views import view
 from leto_jax.layout import Chunk, LeafSpec, Packed, Piece
 from leto_jax.records import Kind, Record
-from leto_jax.rmp import checksum
 from leto_jax.rmp.groups import Guard
 from leto_jax.rmu.log import Log
 from leto_jax.rmu.programs import Home, Job
@@ -63,6 +62,15 @@ class Retained:
 
     def companions(self, commit: int) -> list[jax.Array]:
         return self._leaves("companions", self.job.companion_homes, self.job.companion_specs, commit)
+
+    def decided_from(self, commit: int) -> list[list[jax.Array]]:
+        """The parameters, optimizer state and companions that decide reads: few, since what depends on one leaf is left to the chunks."""
+        job, spec = self.job, self.layout.spec
+        groups = [(job.param_homes, spec.params), (job.opt_homes, job.opt_specs), (job.companion_homes, job.companion_specs)]
+        return [
+            self._leaves(f"decide {n}", [homes[i] for i in needed], [specs[i] for i in needed], commit)
+            for n, ((homes, specs), needed) in enumerate(zip(groups, job.decide_reads, strict=True))
+        ]
 
     def extras(self, commit: int) -> list[jax.Array]:
         return self._packed("extras", self.layout.extras, commit)
@@ -118,6 +126,14 @@ class Retained:
             return None
         return self._cached(("grad", chunk.index), lambda: [self._view(grad.at(chunk.start, 1), (chunk.length,), grad.dtype)])[0]
 
+    def grad_words(self, chunk: Chunk) -> jax.Array | None:
+        """The bytes of a chunk's gradients as uint32[words]; None if its update reads none."""
+        grad = self.layout.signatures[self.layout.chunks[chunk.index][0]].grad
+        if grad is None:
+            return None
+        count = chunk.length * grad.item_bytes // 4
+        return self._cached(("grad words", chunk.index), lambda: [self._view(grad.at(chunk.start, 1), (count,), "uint32")])[0]
+
     # Records ----------------------------------------------------------------------------------------------------------------------
 
     def header(self) -> Record | None:
@@ -132,18 +148,6 @@ class Retained:
             found.append(zlib.crc32(self.device.view(region.offset, region.nbytes)))
         return tuple(found)
 
-    def gradient_sums(self) -> np.ndarray:
-        """A checksum of each chunk's gradients as they are now: uint32[chunks]. Cost: reads the gradients once, at 15 GB/s or so."""
-        sums, page_words = np.zeros(len(self.layout.chunks), np.uint32), self.layout.spec.protection.page_bytes // 4
-        for number, chunk in self.layout.chunks:
-            grad = self.layout.signatures[number].grad
-            if grad is not None:
-                count = chunk.length * grad.item_bytes // 4
-                width = page_words if count % page_words == 0 else count
-                words = self.device.array(grad.at(chunk.start, 1), (count // width, width), np.dtype(np.uint32))
-                sums[chunk.index] = zlib.crc32(checksum.page_checksums_np(words))
-        return sums
-
     def decided_sums(self, step: int) -> np.ndarray:
         """The checksums of the gradients that decide noted for `step`."""
         place = len(self.layout.spec.shared) + len(self.layout.spec.values)
@@ -154,15 +158,15 @@ class Retained:
         record = self.metadata.latest(Kind.LIFE)
         return Life(record.body[0]) if record else Life.EMPTY
 
-    def picture(self) -> Picture:
-        """Everything that the decision after a failure depends on."""
+    def picture(self, gradient_sums: Callable[[], np.ndarray]) -> Picture:
+        """Everything that the decision after a failure depends on. gradient_sums: `Transaction.gradient_sums`, asked if there is an intent."""
         contents, header, lost = self.log.read(), self.header(), self.metadata.lost()
         stored = (header.step, header.epoch) if header is not None and header.step else None
         commit = contents.commit
         steps = () if commit is None else (commit, commit + 1)
         hurt: list[int] = []
         if commit is not None and any(intent.step == commit + 1 for intent in contents.intents):
-            hurt = np.flatnonzero(self.gradient_sums() != self.decided_sums(commit + 1)).tolist()
+            hurt = np.flatnonzero(gradient_sums() != self.decided_sums(commit + 1)).tolist()
         log_lost = all(touches(lost, "device", self.region(name), self.layout.by_name[name].nbytes) for name in ("log0", "log1"))
         return Picture(self.life(), contents, stored, {step: self.digest(step) for step in steps}, frozenset(hurt), log_lost)
 
@@ -188,7 +192,7 @@ class Retained:
         )
 
     def _view(self, offset: int, shape: tuple[int, ...], dtype) -> jax.Array:
-        return host_view(self.device, offset, shape, jnp.dtype(dtype), self.jax_device)
+        return view(self.device, offset, shape, jnp.dtype(dtype), self.jax_device)
 
     def _cached(self, key: tuple, make) -> list[jax.Array]:
         if key not in self._cache:

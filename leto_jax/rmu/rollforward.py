@@ -51,7 +51,7 @@ def recover(
     """
     transaction.at(Phase.TAKEOVER, 0, -1)
     with stage("verify"):
-        picture = retained.picture()
+        picture = retained.picture(transaction.gradient_sums)
         plan = recovery.plan(gather(picture), retained.layout.order)
         if plan.action is Action.FILL:
             return Recovered(plan, None)

@@ -1,4 +1,4 @@
-"""The update of one step as a transaction over chunks, on the host backend.
+"""The update of one step as a transaction over chunks.
 
     compute    gradients into the retained buffer; stored = 0 before, stored = step after
     decide     scalars, then the intent; from here the step will be finished by somebody
@@ -6,13 +6,15 @@
     commit     one record
     drain      staged parity to the host arena
 
-The host is the stream: each store waits for the outputs of its program, so an exception ends the step before the store.
-Retained memory changes only here, in rmp.groups and in train.ring, always through `Arena.store`.
+Here the host is the stream: each store waits for the outputs of its program, so an exception ends the step before the store. On a GPU
+`rmu.device` puts programs in the place of some of the stores; the order is the same. Retained memory changes only in these two files, in
+rmp.groups and in train.ring, always through `Arena.store` or through a program that owns the place.
 """
 
 from __future__ import annotations
 
 import time
+import zlib
 from collections.abc import Callable, Mapping, Sequence
 
 import jax
@@ -42,7 +44,12 @@ class Transaction:
         self._device = retained.device
         self._committed_ns = 0
         self.stale_ns = 0  # how long the host copy of the parity was behind the data, in all
+        self.scrub_bytes = self.layout.spec.protection.scrub_bytes_per_step
         self._cursor = (0, 0)  # piece and page at which the next scrub slice begins
+
+    def init(self, key: jax.Array) -> Sequence[Sequence]:
+        """The job's first state, in the form that `fill` takes. key: base key in storage form."""
+        return self._run["init"](key)
 
     # Fill -------------------------------------------------------------------------------------------------------------------------
 
@@ -71,7 +78,7 @@ class Transaction:
             if home.kind == "shared":
                 shared[home.index] = leaf
             else:
-                self._device.store(Point.FILL_LANES, retained.place(home, step), np.asarray(leaf))
+                self._store(Point.FILL_LANES, retained.place(home, step), leaf)
         blanks = [np.zeros(spec.nbytes, np.uint8) for spec in self.layout.scalars.leaves[len(shared) :]]
         self._store_packed(Point.FILL_SCALARS, "scalars", self.layout.scalars, step, [*shared, *blanks])
         self._store_packed(Point.FILL_EXTRAS, "extras", self.layout.extras, step, extras)
@@ -103,7 +110,7 @@ class Transaction:
         retained, header = self.retained, self.retained.region("gradient_header")
         self._device.store_record(Point.GRADIENTS_CLEAR, header, Record(Kind.GRADIENTS, self.epoch, 0))
         for _ in range(MAX_COMPUTES):
-            outputs = self._run["compute"](retained.seen_params(step - 1), retained.extras(step - 1), list(batch), key, np.int32(step))
+            outputs = self._compute((retained.seen_params(step - 1), retained.extras(step - 1), list(batch), key, np.int32(step)))
             self.at(Phase.COMPUTE, step, -1)
             damaged = self._scrub(step - 1)
             jax.block_until_ready(outputs)
@@ -118,7 +125,7 @@ class Transaction:
         self._store_packed(Point.EXTRAS, "extras", self.layout.extras, step, extras)
         self._store_packed(Point.METRICS, "metrics", self.layout.metrics, step, metrics)
         for home, grad in zip(retained.job.grad_homes, grads, strict=True):
-            self._device.store(Point.GRADIENTS, retained.grad_place(home), np.asarray(grad))
+            self._store(Point.GRADIENTS, retained.grad_place(home), grad)
         body = (records.float_bits(float(loss)), records.float_bits(float(sumsq)))
         self._device.store_record(Point.GRADIENTS_STORED, header, Record(Kind.GRADIENTS, self.epoch, step, body=body))
 
@@ -136,10 +143,8 @@ class Transaction:
             )
         loss, sumsq = (np.float32(records.bits_float(word)) for word in header.body[:2])
         shared, values, verdict = self._run["decide"](
-            retained.grads,
-            retained.params(step - 1),
-            retained.opt_state(step - 1),
-            retained.companions(step - 1),
+            self._grads(),
+            *retained.decided_from(step - 1),
             loss,
             sumsq,
             np.int32(step),
@@ -150,8 +155,9 @@ class Transaction:
                 "Pass non_finite='skip' or 'continue' to TrainStep to go on over such steps"
             )
         self._store_packed(
-            Point.SCALARS, "scalars", self.layout.scalars, step, [*shared, *values, retained.gradient_sums(), loss, sumsq, verdict]
+            Point.SCALARS, "scalars", self.layout.scalars, step, [*shared, *values, self.gradient_sums(), loss, sumsq, verdict]
         )
+        self.wait_drained()
         intent = Record(Kind.INTENT, self.epoch, step, body=(*retained.digest(step), len(self.layout.chunks)))
         retained.log.write(Point.INTENT, intent)
         if intent not in retained.log.read().intents:
@@ -166,21 +172,11 @@ class Transaction:
         Crash: marked chunks lie at their new place with staged parity, the others at their old one; the piece in flight is intact at its old place.
         Cost: reads and writes every lane once, reads the gradients, encodes what it wrote.
         """
-        retained, order = self.retained, self.layout.order(step)
-        for done, index in enumerate(order):
+        for done, index in enumerate(self.layout.order(step)):
             if done < first:
                 continue
             self.at(Phase.UPDATE, step, done)
-            _, chunk = self.layout.chunks[index]
-            run = self._run[programs.update_name(self.layout, index)]
-            new = run(retained.values(step), retained.verdict(step), retained.grad_piece(chunk), retained.pieces(chunk, step - 1))
-            jax.block_until_ready(new)
-            pieces = self.layout.pieces_of_chunk[index]
-            for piece, array in zip(pieces, new, strict=True):
-                self._device.store(Point.PIECE, self.layout.address(piece, step), np.asarray(array))
-            for piece in pieces:
-                self._encode(piece, step)
-            retained.log.write(Point.MARK, Record(Kind.MARK, self.epoch, step, index, body=(intent.crc,)))
+            self._update_chunk(step, index, Record(Kind.MARK, self.epoch, step, index, body=(intent.crc,)))
 
     def commit(self, step: int, intent: Record) -> None:
         """One record; which copies and addresses are active follows from it.
@@ -198,9 +194,14 @@ class Transaction:
         Cost: H/D of the state, blocking: on the CPU nothing is won by doing it behind compute, which wants the same cores.
         """
         self.at(Phase.DRAIN, commit, -1)
-        self.retained.guard.drain((piece for piece in self.layout.pieces if piece.chunk is not None), commit)
-        self.stale_ns += time.monotonic_ns() - self._committed_ns
+        self._drain([piece for piece in self.layout.pieces if piece.chunk is not None], commit)
         self.at(Phase.BODY, commit, -1)
+
+    def close(self) -> None:
+        """Ends what runs behind the transaction. Needed only where its memory goes before the process does."""
+
+    def wait_drained(self) -> None:
+        """Until the host copy of the parity is that of the last commit. Raises what went wrong on its way."""
 
     # ------------------------------------------------------------------------------------------------------------------------------
 
@@ -212,6 +213,7 @@ class Transaction:
 
     def encode_all(self, commit: int) -> None:
         """Encodes every piece whose host copy is not of `commit` again, from the data. For a takeover that found stale parity."""
+        self.wait_drained()
         guard = self.retained.guard
         for piece in self.layout.pieces:
             version = self.version(piece, commit)
@@ -228,13 +230,53 @@ class Transaction:
         """Page checksums of a piece as it is now, where `commit` leaves it: uint32[pages, 2]. Cost: reads the piece once, on all cores."""
         return np.asarray(self._run[programs.checksum_name(piece.row_bytes // 4)](self.retained.words(piece, commit)))
 
+    def gradient_sums(self) -> np.ndarray:
+        """A checksum of each chunk's gradients as they are now: uint32[chunks]. Cost: reads the gradients once, at memory bandwidth."""
+        retained, found = self.retained, {}
+        for _, chunk in self.layout.chunks:
+            words = retained.grad_words(chunk)
+            if words is not None:
+                found[chunk.index] = self._run[programs.gradient_sum_name(words.size)](words)
+        sums = np.zeros(len(self.layout.chunks), np.uint32)
+        for index, pages in found.items():
+            sums[index] = zlib.crc32(np.asarray(pages))
+        return sums
+
+    # What a device does in another way: `rmu.device` ------------------------------------------------------------------------------
+
+    def _compute(self, arguments: tuple) -> tuple:
+        return self._run["compute"](*arguments)
+
+    def _grads(self) -> Sequence[jax.Array]:
+        return self.retained.grads
+
+    def _store(self, point: Point, offset: int, leaf) -> None:
+        """What a program has made goes to its place."""
+        self._device.store(point, offset, np.asarray(leaf))
+
+    def _update_chunk(self, step: int, index: int, mark: Record) -> None:
+        retained, (_, chunk) = self.retained, self.layout.chunks[index]
+        run = self._run[programs.update_name(self.layout, index)]
+        new = run(retained.values(step), retained.verdict(step), retained.grad_piece(chunk), retained.pieces(chunk, step - 1))
+        jax.block_until_ready(new)
+        pieces = self.layout.pieces_of_chunk[index]
+        for piece, array in zip(pieces, new, strict=True):
+            self._store(Point.PIECE, self.layout.address(piece, step), array)
+        for piece in pieces:
+            self._encode(piece, step)
+        retained.log.write(Point.MARK, mark)
+
+    def _drain(self, pieces: Sequence[Piece], commit: int) -> None:
+        self.retained.guard.drain(pieces, commit)
+        self.stale_ns += time.monotonic_ns() - self._committed_ns
+
     def _encode(self, piece: Piece, commit: int) -> None:
         parity, checksums = self._run[programs.encode_name(piece.row_bytes // 4)](self.retained.words(piece, commit))
         self.retained.guard.stage(piece, parity, checksums, self.version(piece, commit))
 
     def _scrub(self, commit: int) -> bool:
         """Verifies the next slice of pages against the host copy of their checksums; repairs what differs. True if anything did."""
-        budget = self.layout.spec.protection.scrub_bytes_per_step // self.layout.spec.protection.page_bytes
+        budget = self.scrub_bytes // self.layout.spec.protection.page_bytes
         guard, damaged = self.retained.guard, False
         number, page = self._cursor
         while budget > 0:

@@ -12,6 +12,8 @@ import json
 import os
 import struct
 from collections.abc import Callable, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
 
 import jax
 from jax.experimental import serialize_executable
@@ -19,10 +21,11 @@ from jax.experimental.compilation_cache import compilation_cache
 
 from leto_jax import errors
 from leto_jax import layout as layouts
-from leto_jax.rmu.programs import Job
+from leto_jax.rmu.programs import Job, Program
 
 MAGIC = b"LETOPROG"
 VERSION = 1
+MAX_COMPILERS = 8
 _HEAD = struct.Struct("<8sIIQ")
 
 
@@ -69,7 +72,14 @@ class Identity:
 
 def lower(job: Job) -> dict[str, jax.stages.Lowered]:
     """Every program of the job, traced to StableHLO. Cost: seconds for a large model; nothing is compiled."""
-    return {name: jax.jit(program.function).lower(*program.arguments) for name, program in job.programs.items()}
+    return {name: _jit(program).lower(*program.arguments) for name, program in job.programs.items()}
+
+
+def _jit(program: Program) -> Any:
+    if program.places is None:
+        return jax.jit(program.function)
+    # Unused arguments are kept: places are only written to, and a token only orders.
+    return jax.jit(program.function, donate_argnums=program.places, keep_unused=True)
 
 
 def identify(job: Job, lowered: Mapping[str, jax.stages.Lowered]) -> Identity:
@@ -90,7 +100,8 @@ def compile_all(lowered: Mapping[str, jax.stages.Lowered], to_pack: bool = False
     """Compiles every program. to_pack: on the CPU past JAX's persistent cache, since what XLA for the CPU has loaded from there it cannot
     serialize again (the bytes load elsewhere, and then lack their functions)."""
     if not to_pack or jax.default_backend() != "cpu":
-        return {name: item.compile() for name, item in lowered.items()}
+        with ThreadPoolExecutor(min(MAX_COMPILERS, os.cpu_count() or 1)) as pool:  # XLA compiles without the interpreter's lock
+            return dict(zip(lowered, pool.map(lambda item: item.compile(), lowered.values()), strict=True))
     enabled = jax.config.jax_enable_compilation_cache
     jax.config.update("jax_enable_compilation_cache", False)
     compilation_cache.reset_cache()  # it remembers whether it is used

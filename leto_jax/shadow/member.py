@@ -10,11 +10,12 @@ from typing import Any
 
 from leto_jax import errors
 from leto_jax.arena.control import Control
-from leto_jax.arena.host import Arenas, arena_names, map_arenas
+from leto_jax.arena.rank import Arenas, arena_names, map_arenas
 from leto_jax.config import Process
 from leto_jax.layout import Layout
 from leto_jax.manager import protocol
 from leto_jax.manager.client import Descriptor, ManagerClient
+from leto_jax.manager.store import ARENA, gpu_kind
 
 AGENT_SOCKET = "agent.sock"
 SEND_SECS = 10.0
@@ -67,20 +68,21 @@ class Member:
                 return None
             time.sleep(0.05)
 
-    def take_arenas(self, layout: Layout) -> Arenas:
-        """Becomes the one writer of this rank's arenas and maps them; they are reserved if the job has none yet.
+    def take_arenas(self, layout: Layout, gpu: int | None = None) -> Arenas:
+        """Becomes the one writer of this rank's arenas and maps them; they are reserved if the job has none yet. gpu: its ordinal, or None.
 
         Raises JobError while the last writer lives, MemoryBudgetError if they do not fit, UsageError if the job's have another size.
         """
         opened: list[Descriptor] = []
 
-        def descriptor(name: str, nbytes: int) -> int:
-            opened.append(self._ask(lambda: self.manager.reserve(name, nbytes)))
+        def descriptor(name: str, nbytes: int, on: int | None) -> int:
+            kind = ARENA if on is None else gpu_kind(on)
+            opened.append(self._ask(lambda: self.manager.reserve(name, nbytes, kind)))
             self._ask(lambda: self.manager.lease(name))
             return opened[-1].fd
 
         try:
-            return map_arenas(layout, self.process.rank, descriptor)
+            return map_arenas(layout, self.process.rank, descriptor, gpu)
         finally:
             for item in opened:
                 item.close()

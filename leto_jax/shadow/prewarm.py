@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Mapping, Sequence
 
 import jax
 import numpy as np
 
 from leto_jax import errors
-from leto_jax.arena.host import private_arenas
+from leto_jax.arena.rank import scratch_arenas
 from leto_jax.manager import limits
+from leto_jax.records import Kind, Record
 from leto_jax.rmu import rollforward
+from leto_jax.rmu.device import make_transaction
 from leto_jax.rmu.programs import Job, structs
 from leto_jax.rmu.retained import Retained
-from leto_jax.rmu.transaction import Transaction
 
 
 def blank_batch(job: Job) -> list[np.ndarray]:
@@ -23,33 +25,49 @@ def blank_batch(job: Job) -> list[np.ndarray]:
 def rehearse(
     job: Job, run: Mapping[str, Callable], key: jax.Array, device: jax.Device, use: Sequence[Callable[[Retained, int], None]]
 ) -> str:
-    """Fills scratch arenas, trains two steps on zeros, crashes between two marks, rolls forward; then calls each of `use` with the result.
+    """Fills scratch arenas, trains two steps on zeros, crashes before the third update, recovers; then calls each of `use` with the result.
 
     So all programs, both address sets and the takeover path have run once. Returns '' or why it was not done.
-    Cost: memory of one state, freed at the end; a few steps of time.
+    Cost: on the CPU memory of one state, freed at the end, on a GPU next to none; a few steps of time.
     """
+    gpu = None if device.platform == "cpu" else (device.local_hardware_id or 0)
+    nbytes = job.layout.host_bytes + (job.layout.device_bytes if gpu is None else 0)
     try:
-        limits.check(job.layout.device_bytes + job.layout.host_bytes, "rehearsing a takeover on scratch memory")
+        limits.check(nbytes, "rehearsing a takeover on scratch memory")
     except errors.MemoryBudgetError as exception:
         return str(exception)
-    arenas = private_arenas(job.layout)
+    arenas = scratch_arenas(job.layout, gpu)
     try:
         retained = Retained(job, arenas.device, arenas.host, arenas.metadata, device)
-        transaction = Transaction(retained, run, epoch=1, at=lambda *_: None)
-        blank = lambda items: [np.zeros(item.shape, item.dtype) for item in items]
-        transaction.fill(0, *(blank(items) for items in jax.eval_shape(job.programs["init"].function, *job.programs["init"].arguments)))
+        transaction = make_transaction(retained, run, epoch=1, at=lambda *_: None)
+        if gpu is not None:
+            transaction.scrub_bytes = 0  # scratch memory is mapped over and over: no page of it is what it was
+        transaction.fill(0, *transaction.init(key))
         batch, commit = blank_batch(job), 0
-        try:
-            for _ in range(2):
-                transaction.step(commit + 1, batch, key)
-                commit += 1
+        for _ in range(2):
             transaction.compute(commit + 1, batch, key)
+            try:
+                intent = transaction.decide(commit + 1)
+            except errors.NonFiniteLossError:  # zeros, or what scratch memory holds, may not suit the loss
+                intent = Record(Kind.INTENT, 1, commit + 1, body=(*retained.digest(commit + 1), len(job.layout.chunks)))
+            commit += 1
+            transaction.update(commit, intent)
+            transaction.commit(commit, intent)
+            transaction.drain(commit)
+        transaction.compute(commit + 1, batch, key)
+        with contextlib.suppress(errors.NonFiniteLossError):
             transaction.decide(commit + 1)
-        except errors.NonFiniteLossError:
-            pass  # zeros may not suit the loss; the programs have run
-        recovered = rollforward.recover(retained, Transaction(retained, run, epoch=2, at=lambda *_: None))
+        transaction.close()
+        again = make_transaction(retained, run, epoch=2, at=lambda *_: None)
+        if gpu is None:
+            commit = rollforward.recover(retained, again).commit or 0
+        else:
+            retained.picture(again.gradient_sums)
+            for piece in {piece.row_bytes: piece for piece in job.layout.pieces}.values():
+                again.checksums(piece, commit)
+        again.close()
         for function in use:
-            function(retained, recovered.commit or 0)
+            function(retained, commit)
         return ""
     finally:
         arenas.close()

@@ -17,15 +17,15 @@ import numpy as np
 
 from leto_jax import errors, faults, records
 from leto_jax.arena.control import Control, Word
-from leto_jax.arena.host import Arenas, private_arenas
-from leto_jax.config import Process, Protection
+from leto_jax.arena.rank import Arenas, private_arenas
+from leto_jax.config import GPU_PROTECTION, Process, Protection
 from leto_jax.faults import Phase
 from leto_jax.layout import Layout
 from leto_jax.records import Kind
 from leto_jax.rmu import programs, rollforward
+from leto_jax.rmu.device import make_transaction
 from leto_jax.rmu.recovery import Action
 from leto_jax.rmu.retained import Retained
-from leto_jax.rmu.transaction import Transaction
 from leto_jax.shadow import executables, prewarm
 from leto_jax.shadow.inject import Injector
 from leto_jax.shadow.member import Member, Promotion
@@ -63,7 +63,7 @@ def session(
         raise errors.UsageError(f"session: step: expected a TrainStep, found {type(step).__name__}")
     if not isinstance(steps, int) or steps < 1:
         raise errors.UsageError(f"session: steps: expected a positive int, found {steps!r}")
-    return Session(init, step, dataset, key, steps, tuple(warm), protection or Protection())
+    return Session(init, step, dataset, key, steps, tuple(warm), protection)
 
 
 @dataclasses.dataclass
@@ -86,7 +86,9 @@ class Session:
     this process computed took, in seconds.
     """
 
-    def __init__(self, init: Callable, step: TrainStep, dataset: Any, key: jax.Array, steps: int, warm: tuple, protection: Protection):
+    def __init__(
+        self, init: Callable, step: TrainStep, dataset: Any, key: jax.Array, steps: int, warm: tuple, protection: Protection | None
+    ):
         self._init, self._step, self._dataset, self._key, self.steps, self._warm, self._protection = (
             init,
             step,
@@ -125,11 +127,14 @@ class Session:
 
     def _enter(self) -> None:
         self._device = _only_device()
+        self._gpu = None if self._device.platform == "cpu" else (self._device.local_hardware_id or 0)
         key = self._key if programs.is_key(self._key) else jax.random.wrap_key_data(self._key)
         self._key_data = jax.random.key_data(key)
         self._source = data.source(self._dataset)
         batch = data.source(self._dataset).next(1)  # for its shapes; drawn from an iterator of its own
-        self._job = programs.trace(self._init, self._step.spec, batch, key, self._protection)
+        protection = self._protection or (Protection() if self._gpu is None else GPU_PROTECTION)
+        in_place = None if self._gpu is None else self._device
+        self._job = programs.trace(self._init, self._step.spec, batch, key, protection, in_place)
         if self._process is not None and self._process.role == "plan":
             _print_plan(self._job.layout)
             raise SystemExit(0)
@@ -142,7 +147,7 @@ class Session:
                 flush=True,
             )
             self._injector = Injector(None, len(self._job.layout.chunks))
-            self._begin(executables.compile_all(lowered), private_arenas(self._job.layout), epoch=1)
+            self._begin(executables.compile_all(lowered), private_arenas(self._job.layout, self._gpu), epoch=1)
             return
         self._control = self._member.control()
         self._injector = Injector(self._control, len(self._job.layout.chunks))
@@ -152,7 +157,7 @@ class Session:
         else:
             run = self._compile_or_load(lowered, identity)
             self._control.claim(os.getpid(), self._process.incarnation, self.steps)
-            arenas = self._member.take_arenas(self._job.layout)
+            arenas = self._member.take_arenas(self._job.layout, self._gpu)
             self._begin(run, arenas, arenas.metadata.epoch)
 
     def _compile_or_load(self, lowered, identity: executables.Identity) -> Mapping[str, Callable]:
@@ -194,7 +199,7 @@ class Session:
         before = self._compiles()
         started = time.monotonic_ns()
         control.claim(os.getpid(), self._process.incarnation, self.steps)
-        arenas = member.take_arenas(self._job.layout)
+        arenas = member.take_arenas(self._job.layout, self._gpu)
         self._begin(run, arenas, promotion.epoch, promotion, before, started)
 
     def _rehearse_user(self, retained: Retained, commit: int) -> None:
@@ -229,12 +234,12 @@ class Session:
             stages[name] = (time.monotonic_ns() - begin) / 1e9
 
         self._retained = Retained(self._job, arenas.device, arenas.host, arenas.metadata, self._device)
-        self._transaction = Transaction(self._retained, run, epoch, self._at)
+        self._transaction = make_transaction(self._retained, run, epoch, self._at)
         self._ring = Ring(arenas.host, self._job.layout)
         recovered = rollforward.recover(self._retained, self._transaction, stage)
         if recovered.plan.action is Action.FILL:
             with stage("fill"):
-                self._transaction.fill(0, *run["init"](self._key_data))
+                self._transaction.fill(0, *self._transaction.init(self._key_data))
         self._commit = recovered.commit or 0
         filled = self._retained.metadata.latest(Kind.LIFE)
         self._first = filled.step if filled is not None else 0
@@ -390,6 +395,7 @@ class Session:
             raise SystemExit(GAVE_UP) from exception
 
     def _finish(self) -> None:
+        self._transaction.wait_drained()
         digest = state_digest(self._retained, self._commit, self._source.position())
         loss = self._loss()
         if self._control is not None:
@@ -533,11 +539,17 @@ def _only_device() -> jax.Device:
             "trainer and shadow are jobs of their own, and this version runs one rank per job: remove jax.distributed.initialize()"
         )
     devices = jax.local_devices()
-    if devices[0].platform != "cpu":
+    device = devices[0]
+    nvidia = device.platform == "gpu" and "rocm" not in str(getattr(device.client, "platform_version", "")).lower()
+    if device.platform != "cpu" and not nvidia:
         raise errors.UsageError(
-            f"device: expected the CPU backend, found {devices[0].platform!r}; set JAX_PLATFORMS=cpu (retained GPU memory is not in this version)"
+            f"device: expected the CPU or an NVIDIA GPU, found {device.device_kind} ({device.platform}); set JAX_PLATFORMS=cpu"
         )
-    return devices[0]
+    if nvidia and len(devices) > 1:
+        raise errors.UsageError(
+            f"device: this version retains the memory of one GPU per job, found {len(devices)}; choose one with CUDA_VISIBLE_DEVICES"
+        )
+    return device
 
 
 def _count_compiles() -> Callable[[], int]:

@@ -21,7 +21,7 @@ class State:
     """The training state at one commit, as ordinary pytrees: `params`, `opt_state` (the whole optax state), `companions`, `extras`, `step`.
 
     Trees are made when they are first read, and deleted when `s.step` consumes the state: a later use raises, as with donation.
-    On the CPU they are copies (an asynchronous computation may still read them while the next update writes). It is a pytree, so a jitted
+    They are copies: an asynchronous computation, or a checkpoint, may still read them while the next update writes. It is a pytree, so a jitted
     function takes it as an argument.
     """
 
@@ -83,7 +83,9 @@ class State:
 
 def user_tree(views: Sequence[jax.Array], specs: Sequence[LeafSpec], treedef: Any, device: jax.Device) -> PyTree:
     """Stored leaves as a tree of the user's, in memory of its own. Cost: one copy."""
-    leaves = [from_storage(jax.device_put(np.array(view, copy=True), device), spec) for view, spec in zip(views, specs, strict=True)]
+    on_host = device.platform == "cpu"  # where device_put takes NumPy's memory as it is, and keeps a view a view
+    own = lambda view: jax.device_put(np.array(view, copy=True) if on_host else view, device, may_alias=on_host)
+    leaves = [from_storage(own(view), spec) for view, spec in zip(views, specs, strict=True)]
     return jax.tree_util.tree_unflatten(treedef, leaves)
 
 

@@ -14,6 +14,7 @@ import collections
 import dataclasses
 import functools
 import os
+import threading
 from collections.abc import Callable, Iterable
 
 import jax
@@ -22,17 +23,17 @@ import numpy as np
 import optax
 
 from leto_jax import faults
-from leto_jax.arena.host import Arenas, map_arenas
 from leto_jax.arena.metadata import HostMetadata, LostRange
+from leto_jax.arena.rank import Arenas, map_arenas
 from leto_jax.config import Protection
 from leto_jax.faults import Moment, Point
 from leto_jax.layout import Layout, Piece
 from leto_jax.records import Kind, Record
 from leto_jax.rmp import checksum, reference
 from leto_jax.rmu import programs, rollforward
+from leto_jax.rmu.device import DRAIN_THREAD, make_transaction
 from leto_jax.rmu.recovery import Action, Picture
 from leto_jax.rmu.retained import Retained
-from leto_jax.rmu.transaction import Transaction
 from leto_jax.shadow import executables
 from leto_jax.train.ring import Ring
 from leto_jax.train.step import TrainStep
@@ -119,7 +120,9 @@ _STEPS: dict[str, tuple[Callable[[], TrainStep], Protection]] = {
         Protection(4, 1, 0, PAGE, 4096),
     ),
 }
+_STEPS["placed"] = _STEPS["adamw"]
 VARIANTS = tuple(_STEPS)
+IN_PLACE = {"placed"}  # the order of stores that programs on a GPU make; here their outputs are copied to their places
 SKIPPED = {"bf16": 2}  # step whose batch holds a NaN
 
 
@@ -135,11 +138,12 @@ def variant(name: str) -> Variant:
             y[0, 0] = np.nan
         return {"token": rng.integers(0, 16, 5, np.int32), "y": y}
 
-    job = programs.trace(_init, make().spec, batch(1), KEY, protection)
+    job = programs.trace(_init, make().spec, batch(1), KEY, protection, jax.devices()[0] if name in IN_PLACE else None)
     run = executables.compile_all(executables.lower(job))
     assert len(job.layout.signatures) >= 2
     assert len(job.layout.chunks) >= 3
-    start = tuple([np.asarray(leaf) for leaf in leaves] for leaves in run["init"](jax.random.key_data(KEY)))
+    whole = programs.trace(_init, make().spec, batch(1), KEY, protection).programs["init"]
+    start = tuple([np.asarray(leaf) for leaf in leaves] for leaves in jax.jit(whole.function)(jax.random.key_data(KEY)))
     return Variant(name, job, run, start, lambda step: jax.tree.leaves(batch(step)))
 
 
@@ -151,7 +155,7 @@ class World:
 
     def __init__(self, layout: Layout, content: tuple[bytes, ...] | None = None):
         self.layout, self._fds = layout, []
-        arenas = map_arenas(layout, 0, self._make)
+        arenas = map_arenas(layout, 0, lambda name, nbytes, _: self._make(name, nbytes))
         for fd, arena, data in zip(self._fds, (arenas.device, arenas.host, arenas.metadata_arena), content or (b"",) * 3, strict=True):
             os.ftruncate(fd, arena.nbytes)
             os.pwrite(fd, data, 0)
@@ -188,7 +192,7 @@ class Incarnation:
         self.variant, self.arenas = variant, world.map()
         self.metadata = HostMetadata(self.arenas.metadata_arena)
         self.retained = Retained(variant.job, self.arenas.device, self.arenas.host, self.metadata, jax.devices()[0])
-        self.transaction = Transaction(self.retained, variant.run, self.metadata.epoch)
+        self.transaction = make_transaction(self.retained, variant.run, self.metadata.epoch)
         self.ring = Ring(self.arenas.host, variant.layout)
         self.commit = -1
 
@@ -218,6 +222,7 @@ class Incarnation:
         self.transaction.drain(self.commit)
 
     def close(self) -> None:
+        self.transaction.close()
         self.arenas.close()
 
 
@@ -263,6 +268,13 @@ class Crossing:
         return f"crossing {self.number} ({self.point} {self.moment})"
 
 
+def join_drains() -> None:
+    """Threads die with their process; here they come to their own next store, and end there."""
+    for thread in threading.enumerate():
+        if thread.name == DRAIN_THREAD:
+            thread.join()
+
+
 def crossings(act: Callable[[], object]) -> list[Crossing]:
     """Every crossing of `act`, which is run to its end."""
     seen: list[Crossing] = []
@@ -294,6 +306,8 @@ def crash(act: Callable[[], object], at: int) -> Crossing | None:
             act()
         except Killed:
             assert fired is not None
+        finally:
+            join_drains()
     return fired
 
 
@@ -317,6 +331,8 @@ def crash_at(
             act()
         except Killed:
             pass
+        finally:
+            join_drains()
     assert fired, f"never came to {point} {moment} number {number}"
 
 

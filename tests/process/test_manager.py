@@ -20,7 +20,8 @@ from pathlib import Path
 
 import pytest
 
-from leto_jax.errors import DeadlineError, JobError, LetoError, MemoryBudgetError, ProtocolError, RecordError, UsageError
+from leto_jax.arena import cuda
+from leto_jax.errors import DeadlineError, DeviceError, JobError, LetoError, MemoryBudgetError, ProtocolError, RecordError, UsageError
 from leto_jax.manager import client, fence, limits, memory, protocol, runtime
 from leto_jax.manager.client import Descriptor, ManagerClient, spawn_manager
 
@@ -177,8 +178,13 @@ def test_reserve_again_gives_the_same_memory_and_another_size_is_refused(start):
         for nbytes in (0, -1, 1.5, "7", True, None, 1 << 63):
             with pytest.raises(UsageError, match=r"request 'reserve': expected an integer from 1 to .* as 'bytes', found"):
                 trainer.reserve("c", nbytes)
-        with pytest.raises(UsageError, match="only host memory can be reserved"):
+        with pytest.raises(UsageError, match=r"expected a kind out of arena, blob, gpu0, gpu1, \.\.\., found 'device'"):
             trainer.reserve("c", 1, kind="device")
+        with pytest.raises(UsageError, match="'c': only memory can be reserved, a blob is put"):
+            trainer.reserve("c", 1, kind="blob")
+        if not cuda.examine()["gpus"]:
+            with pytest.raises(DeviceError, match=r"cuda-bindings, which is not installed|expected an NVIDIA driver, found none"):
+                trainer.reserve("c", 2 << 20, kind="gpu0")
         assert [kept.name for kept in trainer.list()] == ["a"]
 
 
@@ -509,7 +515,7 @@ def test_adopt_over_the_socket_and_what_it_refuses(start):
             with pytest.raises(UsageError, match="arena 'y': expected memory of 4096 bytes with a sealed size, found 8192 bytes"):
                 agent.adopt(other)
             other.kind = "tape"
-            with pytest.raises(UsageError, match="'y': expected a kind out of arena, blob, found 'tape'"):
+            with pytest.raises(UsageError, match=r"expected a kind out of arena, blob, gpu0, gpu1, \.\.\., found 'tape'"):
                 agent.adopt(other)
         blob_fd, sha256 = memory.make_blob("b", b"abc")
         with Descriptor("b", "blob", 3, blob_fd, sha256) as blob:

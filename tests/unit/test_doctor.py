@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import errno
 import importlib.metadata
+import json
 import os
 import resource
 import socket
 import stat
+import sys
 import tempfile
 from pathlib import Path
 
@@ -15,6 +17,7 @@ import pytest
 
 from leto_jax.agent import doctor
 from leto_jax.agent.doctor import Found, Probe
+from leto_jax.arena import cuda
 from leto_jax.errors import JobError, MemoryBudgetError, UsageError
 from leto_jax.manager import limits
 
@@ -346,20 +349,54 @@ def test_the_package_demands_the_jax_that_the_doctor_looks_for():
     assert "jax>=0.11.2" in (importlib.metadata.requires("leto_jax") or [])
 
 
-def test_gpu(tmp_path):
-    assert row("GPU", lambda: doctor.gpu(str(tmp_path))) == (True, "no NVIDIA driver; CPU backend only in this version", "")
-    (tmp_path / "dev").mkdir()
-    (tmp_path / "dev/nvidiactl").write_text("")
-    assert row("GPU", lambda: doctor.gpu(str(tmp_path)))[1] == "NVIDIA driver present; CPU backend only in this version"
+@pytest.fixture
+def driver(tmp_path):
+    """A root directory of a machine with an NVIDIA driver."""
     (tmp_path / "proc/driver/nvidia").mkdir(parents=True)
     (tmp_path / "proc/driver/nvidia/version").write_text(
         "NVRM version: NVIDIA UNIX Open Kernel Module for x86_64  580.95.05  Release Build\n"
     )
-    assert row("GPU", lambda: doctor.gpu(str(tmp_path))) == (
-        True,
-        "NVIDIA driver 580.95.05; CPU backend only in this version",
-        "train with JAX_PLATFORMS=cpu",
-    )
+    return str(tmp_path)
+
+
+def saying(found: object) -> list[str]:
+    return [sys.executable, "-c", f"print({json.dumps(json.dumps(found))})"]
+
+
+def test_no_gpu(tmp_path):
+    for probe in (doctor.gpu_memory, doctor.gpu_kernels):
+        assert row("GPU memory", lambda probe=probe: probe(str(tmp_path))) == (True, "no NVIDIA driver: training on the CPU", "")
+
+
+def test_gpu_memory(driver):
+    good, bad = ({"gpu": n, "ok": n == 0, "reason": f"reason {n}"} for n in (0, 1))
+    look = lambda **found: row("GPU memory", lambda: doctor.gpu_memory(driver, saying({"driver": 13000, "reason": "", **found})))
+    assert look(gpus=[good]) == (True, "NVIDIA driver 580.95.05; GPU 0: reason 0", "")
+    assert look(gpus=[good, bad]) == (False, "NVIDIA driver 580.95.05; GPU 0: reason 0; GPU 1: reason 1", "train with --device cpu")
+    assert look(gpus=[], reason="no cuda-bindings")[:2] == (False, "NVIDIA driver 580.95.05; no cuda-bindings")
+
+
+def test_gpu_memory_as_it_is_asked_here(tmp_path):
+    """The real question, on a machine that only looks as if it had a GPU."""
+    if cuda.examine()["gpus"]:
+        pytest.skip("there is a GPU")
+    (tmp_path / "dev").mkdir()
+    (tmp_path / "dev/nvidiactl").write_text("")
+    ok, found, advice = row("GPU memory", lambda: doctor.gpu_memory(str(tmp_path)))
+    assert not ok
+    assert found.startswith("NVIDIA driver present; ")
+    assert "cuda-bindings" in found or "expected an NVIDIA driver, found none" in found
+    assert advice == "uv sync --extra cuda; or train with --device cpu"
+
+
+def test_gpu_kernels(driver):
+    rows = [{"operation": "encode", "implementation": "kernel", "ok": True, "reason": "kernel: H200, Mosaic GPU"}]
+    assert row("GPU kernels", lambda: doctor.gpu_kernels(driver, saying(rows))) == (True, "encode: kernel: H200, Mosaic GPU", "")
+    rows.append({"operation": "decode", "implementation": "kernel", "ok": False, "reason": "other bits"})
+    assert row("GPU kernels", lambda: doctor.gpu_kernels(driver, saying(rows)))[::2] == (False, "please report this")
+    silent = [sys.executable, "-c", "raise SystemExit('no backend')"]
+    ok, found, _ = row("GPU kernels", lambda: doctor.gpu_kernels(driver, silent))
+    assert (ok, found.endswith("ended with exit code 1: no backend")) == (False, True)
 
 
 def test_a_child_that_fails_or_hangs(monkeypatch):

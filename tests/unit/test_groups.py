@@ -11,7 +11,7 @@ import pytest
 
 from leto_jax import faults
 from leto_jax import layout as layouts
-from leto_jax.arena.memory import Arena
+from leto_jax.arena.memory import HostArena
 from leto_jax.config import Protection
 from leto_jax.errors import TooManyErasuresError, UnrecoverableError
 from leto_jax.faults import Moment, Point
@@ -49,10 +49,10 @@ class Bench:
         for piece in self.layout.pieces:
             self.stage(piece)
 
-    def _arena(self, nbytes: int) -> Arena:
+    def _arena(self, nbytes: int) -> HostArena:
         fd = os.memfd_create("bench")
         os.ftruncate(fd, nbytes)
-        made = Arena(fd, nbytes, "bench")
+        made = HostArena(fd, nbytes, "bench")
         os.close(fd)
         return made
 

@@ -17,7 +17,7 @@ from leto_jax import faults, records
 from leto_jax import layout as layouts
 from leto_jax.arena import control, metadata
 from leto_jax.arena.control import Control, Word
-from leto_jax.arena.memory import Arena
+from leto_jax.arena.memory import HostArena
 from leto_jax.arena.metadata import HostMetadata, LostRange, touches
 from leto_jax.config import Protection
 from leto_jax.errors import LayoutError, RecordError
@@ -35,10 +35,10 @@ class Stop(BaseException):
     pass
 
 
-def arena(nbytes: int, name: str = "test") -> Arena:
+def arena(nbytes: int, name: str = "test") -> HostArena:
     fd = os.memfd_create(name)
     os.ftruncate(fd, nbytes)
-    made = Arena(fd, nbytes, name)
+    made = HostArena(fd, nbytes, name)
     os.close(fd)
     return made
 
@@ -161,7 +161,7 @@ def test_an_arena_that_is_too_small_is_refused():
     fd = os.memfd_create("small")
     os.ftruncate(fd, 100)
     with pytest.raises(LayoutError, match="arena 'small': the plan needs 4096 bytes, the descriptor holds 100; it belongs to another plan"):
-        Arena(fd, 4096, "small")
+        HostArena(fd, 4096, "small")
     os.close(fd)
 
 
@@ -282,7 +282,7 @@ def small_layout(chunks: int = 3) -> layouts.Layout:
     )
 
 
-def fresh_log() -> tuple[Arena, Log]:
+def fresh_log() -> tuple[HostArena, Log]:
     plan = small_layout()
     assert len(plan.chunks) == 3
     memory = arena(plan.device_bytes)

@@ -150,7 +150,9 @@ def test_two_takeovers_one_recomputes_and_one_rolls_forward():
         "lost_steps": 1,
         "compiles": 0,
         "path": "shadow",
+        "plain_step_secs": 0.5,
     }
+    assert report.takeover_secs(found["takeovers"][0], 0.4) == pytest.approx(0.7)
     assert [found["takeovers"][1][key] for key in ("kind", "phase", "step", "compiles")] == ["page_loss", "update", 12, 2]
 
 

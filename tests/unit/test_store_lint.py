@@ -16,13 +16,13 @@ import numpy as np
 import pytest
 
 import leto_jax
-from leto_jax.arena.memory import Arena
+from leto_jax.arena.memory import HostArena
 from leto_jax.arena.views import host_view
 from leto_jax.faults import Point
 
 PACKAGE = pathlib.Path(leto_jax.__file__).parent
-# The files that own a mapping. memory.py holds the two stores; the words of control.py are hints, not retained state.
-OWNERS = {"arena/memory.py", "arena/control.py"}
+# The files that own a mapping. memory.py and device.py hold the two stores; the words of control.py are hints, not retained state.
+OWNERS = {"arena/memory.py", "arena/device.py", "arena/control.py"}
 # Functions that write into memory that they did not make.
 WRITERS = {
     "copyto": "numpy.copyto", "memmove": "ctypes.memmove", "memset": "ctypes.memset", "putmask": "numpy.putmask", "place": "numpy.place",
@@ -38,6 +38,8 @@ ALLOWED = {
     ("rmu/transaction.py", "place"): "the same method",
     ("agent/doctor.py", "mmap"): "a page of its own, to see that shared memory works",
     ("agent/agent.py", "damage"): "the injector of page loss and corruption",
+    ("arena/damage.py", "damage"): "the same where the memory is a GPU's",
+    ("rmu/device.py", "place"): "the method of rmu/retained.py",
 }
 
 
@@ -171,7 +173,7 @@ def test_every_point_is_stored_somewhere_and_nowhere_is_a_point_made_up():
 def arena():
     fd = os.memfd_create("lint")
     os.ftruncate(fd, 8192)
-    made = Arena(fd, 8192, "lint")
+    made = HostArena(fd, 8192, "lint")
     os.close(fd)
     yield made
     made.close()

@@ -79,7 +79,7 @@ def test_lm(tmp_path: Path):
 @pytest.mark.parametrize(
     ("script", "options", "message"),
     [
-        ("train_lm", ("--device", "gpu"), "Invalid value for --device: gpu: retained GPU memory is not in this version; use --device cpu"),
+        ("train_lm", ("--device", "tpu"), "Invalid value for --device: expected cpu or gpu, found 'tpu'"),
         ("train_lm", ("--width", "10", "--heads", "3"), "Invalid value for --width: expected a multiple of --heads 3, found 10"),
         ("train_digits", ("--data", "files"), "Invalid value for --data: expected grain or function, found 'files'"),
     ],

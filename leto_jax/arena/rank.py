@@ -1,0 +1,123 @@
+"""The three arenas of one rank, mapped: from the state manager, private to a process that runs alone, or scratch memory to rehearse on.
+
+Where the device is a GPU, its arena is GPU memory in segments, each kept under a name of its own (`device.0.003`), so that one can be replaced.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import os
+from collections.abc import Callable
+
+from leto_jax.arena import metadata
+from leto_jax.arena.memory import Arena, HostArena
+from leto_jax.arena.metadata import HostMetadata
+from leto_jax.layout import Layout
+
+# (name, bytes, GPU or None for host memory) -> an open descriptor, which stays the caller's
+type Opener = Callable[[str, int, int | None], int]
+
+
+@dataclasses.dataclass(frozen=True)
+class Arenas:
+    """device: state, gradients, log, staging. host: parity, ring. metadata: life, epoch, lost ranges."""
+
+    device: Arena
+    host: Arena
+    metadata_arena: Arena
+
+    @property
+    def metadata(self) -> HostMetadata:
+        return HostMetadata(self.metadata_arena)
+
+    def close(self) -> None:
+        for arena in (self.device, self.host, self.metadata_arena):
+            arena.close()
+
+
+def arena_names(rank: int) -> tuple[str, str, str]:
+    """Names under which the state manager keeps a rank's arenas."""
+    return f"device.{rank}", f"host.{rank}", f"metadata.{rank}"
+
+
+def segment_names(rank: int, nbytes: int, gpu: int) -> list[tuple[str, int]]:
+    """(name, bytes) of the segments that hold `nbytes` of a rank's device arena."""
+    from leto_jax.arena import cuda, device
+
+    sizes = device.segment_sizes(nbytes, cuda.granularity(gpu))
+    return [(f"{arena_names(rank)[0]}.{number:03}", size) for number, size in enumerate(sizes)]
+
+
+def map_arenas(layout: Layout, rank: int, descriptor: Opener, gpu: int | None = None) -> Arenas:
+    """Maps a rank's arenas. gpu: ordinal of the rank's GPU, None on the CPU backend."""
+    device, host, meta = arena_names(rank)
+    state: Arena
+    if gpu is None:
+        state = HostArena(descriptor(device, layout.device_bytes, None), layout.device_bytes, device)
+    else:
+        from leto_jax.arena.device import DeviceArena
+
+        segments = [(descriptor(name, nbytes, gpu), nbytes) for name, nbytes in segment_names(rank, layout.device_bytes, gpu)]
+        state = DeviceArena(gpu, segments, layout.device_bytes, device)
+    return Arenas(
+        state,
+        HostArena(descriptor(host, layout.host_bytes, None), layout.host_bytes, host),
+        HostArena(descriptor(meta, metadata.BYTES, None), metadata.BYTES, meta),
+    )
+
+
+def private_arenas(layout: Layout, gpu: int | None = None) -> Arenas:
+    """Arenas that nobody else sees; they go when they are closed. Host pages are zero and taken as they are touched."""
+    with contextlib.ExitStack() as opened:
+
+        def make(name: str, nbytes: int, on: int | None) -> int:
+            fd = _gpu_memory(on, nbytes) if on is not None else _host_memory(name, nbytes)
+            opened.callback(os.close, fd)
+            return fd
+
+        return map_arenas(layout, 0, make, gpu)
+
+
+def scratch_arenas(layout: Layout, gpu: int | None = None) -> Arenas:
+    """Private arenas for programs whose results do not matter. On a GPU everything from the gradients on is one small piece of memory, mapped
+    over and over: addresses as large as the state, and next to no memory. On the CPU they are as large as the state."""
+    if gpu is None:
+        return private_arenas(layout)
+    from leto_jax.arena import cuda
+    from leto_jax.arena.device import SCRATCH_BYTES, DeviceArena
+
+    unit = cuda.granularity(gpu)
+    kept = layout.by_name["gradients"].offset
+    with contextlib.ExitStack() as opened:
+
+        def make(nbytes: int) -> int:
+            fd = _gpu_memory(gpu, nbytes)
+            opened.callback(os.close, fd)
+            return fd
+
+        real = -(-max(kept, unit) // unit) * unit
+        repeats = max(0, -(-(layout.device_bytes - real) // SCRATCH_BYTES))
+        alias = make(SCRATCH_BYTES)
+        segments = [(make(real), real), *[(alias, SCRATCH_BYTES)] * repeats]
+        host, meta = (_host_memory(name, nbytes) for name, nbytes in [("host", layout.host_bytes), ("metadata", metadata.BYTES)])
+        opened.callback(os.close, host)
+        opened.callback(os.close, meta)
+        return Arenas(
+            DeviceArena(gpu, segments, layout.device_bytes, "scratch"),
+            HostArena(host, layout.host_bytes, "host"),
+            HostArena(meta, metadata.BYTES, "metadata"),
+        )
+
+
+def _host_memory(name: str, nbytes: int) -> int:
+    fd = os.memfd_create(name, os.MFD_CLOEXEC)
+    os.ftruncate(fd, nbytes)
+    return fd
+
+
+def _gpu_memory(gpu: int, nbytes: int) -> int:
+    from leto_jax.arena import cuda
+
+    unit = cuda.granularity(gpu)
+    return cuda.allocate(gpu, -(-nbytes // unit) * unit)

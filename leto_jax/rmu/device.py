@@ -1,0 +1,363 @@
+"""The same transaction where the memory is a GPU's: programs write to their places themselves.
+
+What differs from `transaction` is who stores, never in which order:
+
+    gradients        outputs of compute, which owns their place (a donated view)
+    a chunk          outputs of one program: new lanes at their other place, parity and page checksums in staging
+    its mark         a program of its own behind it: marks, and the records of the staged blocks. Inside one program XLA may reorder them
+    parity           copied to the host by DMA behind the next compute, by a thread
+
+One compute stream runs the programs of a device in the order of their dispatch. Besides, each chunk takes the mark before it as an argument,
+and each mark the checksums of its chunk: so an error anywhere stops all that follows. The host waits three times a step: for compute, for
+decide, and for the last mark.
+
+On the CPU backend donated views are not written in place; there the outputs are copied, so that the same order can be tested without a GPU.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from leto_jax import errors, faults
+from leto_jax.arena import cuda
+from leto_jax.arena.device import DeviceArena
+from leto_jax.arena.views import view
+from leto_jax.faults import Moment, Point
+from leto_jax.layout import Piece
+from leto_jax.records import BYTES, Record
+from leto_jax.rmp.groups import seal_record, void_record
+from leto_jax.rmu import placed, programs
+from leto_jax.rmu.log import COPIES
+from leto_jax.rmu.retained import Retained
+from leto_jax.rmu.transaction import Observer, Transaction
+
+PINNED_PER_DRAIN = 64 << 20  # bytes of the host arena that one drain pins behind itself, 30 ms
+DRAIN_SECS = 60.0
+DRAIN_THREAD = "leto-drain"
+
+
+class DeviceTransaction(Transaction):
+    """See `Transaction`; for programs that `programs.trace(..., in_place=True)` has made."""
+
+    def __init__(self, retained: Retained, run: Mapping[str, Callable], epoch: int, at: Observer = faults.reach):
+        super().__init__(retained, run, epoch, at)
+        self._places: dict[tuple, list[jax.Array]] = {}  # donated to the next program that owns the place
+        self._checked: set[tuple] = set()
+        self._computed: Sequence[jax.Array] = ()
+        self._token: jax.Array = jnp.zeros(16, jnp.uint32)
+        self._drainer = Drainer(retained)
+        if isinstance(self._device, DeviceArena):
+            self._device.settle = lambda: jax.block_until_ready(self._token)
+
+    def init(self, key: jax.Array) -> Sequence[Sequence]:
+        """The first state, written where it belongs; what has no place of its own comes back as arrays."""
+        job, device = self.retained.job, self._device
+        if isinstance(device, DeviceArena):
+            device.clear()
+        homes = placed.init_homes(job)
+        offsets = [self.retained.place(home, 0) for home, _ in homes]
+        places = self._take(("init",), [(offset, spec.shape, spec.dtype) for offset, (_, spec) in zip(offsets, homes, strict=True)])
+        leaves, loose = self._run["init"](key, places)
+        self._arrived("init", ("init",), Point.FILL_LANES, leaves, offsets, keep=False)
+        return placed.init_leaves(job, leaves, loose)
+
+    def wait_drained(self) -> None:
+        secs = self._drainer.wait()
+        self.stale_ns += int(1e9 * secs)
+
+    def close(self) -> None:
+        self._drainer.close()
+
+    def commit(self, step: int, intent: Record) -> None:
+        jax.block_until_ready(self._token)  # raises what went wrong in any chunk: then there is no commit
+        super().commit(step, intent)
+
+    # What Transaction asks for ----------------------------------------------------------------------------------------------------
+
+    def _compute(self, arguments: tuple) -> tuple:
+        job, key = self.retained.job, ("gradients",)
+        homes = placed.gradients(job)
+        offsets = [self.retained.grad_place(home) for home, _ in homes]
+        places = self._take(key, [(offset, form.shape, form.dtype) for offset, (_, form) in zip(offsets, homes, strict=True)])
+        outputs = self._run["compute"](*arguments, places)
+        self._arrived("compute", key, Point.GRADIENTS, [grad for grad in outputs[0] if grad.size], offsets)
+        self._computed = outputs[0]
+        return outputs
+
+    def _grads(self) -> Sequence[jax.Array]:
+        return self._computed
+
+    def _store(self, point: Point, offset: int, leaf: Any) -> None:
+        if not self._is_there(leaf, offset):
+            super()._store(point, offset, leaf)
+
+    def _is_there(self, leaf: Any, offset: int) -> bool:
+        """Whether a program has put a leaf at its place already."""
+        if not (isinstance(leaf, jax.Array) and isinstance(self._device, DeviceArena)):
+            return False
+        return not leaf.size or leaf.unsafe_buffer_pointer() == self._device.address + offset
+
+    def update(self, step: int, intent: Record, first: int = 0) -> None:
+        self.wait_drained()
+        left = [self.layout.pieces_of_chunk[index] for done, index in enumerate(self.layout.order(step)) if done >= first]
+        pieces = [piece for chunk in left for piece in chunk]
+        if first:  # of the marked chunks the staged blocks stay
+            for piece in pieces:
+                self.retained.guard.void(piece)
+        else:
+            self._void_staging()
+        super().update(step, intent, first)
+
+    def _void_staging(self) -> None:
+        """No staged block of a moving piece counts any more: their host copies do."""
+        pieces = [piece for piece in self.layout.pieces if piece.chunk is not None]
+        records = np.stack([_words(void_record(piece)) for piece in pieces])
+        with self._stored_by_program(Point.STAGING, BYTES * len(pieces)):
+            found = self._run["void"](records, self._token, [self._take_record(piece) for piece in pieces])
+            for piece, array in zip(pieces, found, strict=True):
+                self._arrived("void", ("staged", piece.index), Point.STAGING, [array], [self.retained.guard.record_place(piece)])
+            self._token = found[0]
+
+    def _update_chunk(self, step: int, index: int, mark: Record) -> None:
+        retained, (_, chunk) = self.retained, self.layout.chunks[index]
+        pieces, name = self.layout.pieces_of_chunk[index], programs.update_name(self.layout, index)
+        moved, staged = ("pieces", index, step % 2), ("staging", index)
+        lanes = [(self.layout.address(piece, step), (chunk.length,), _lane_dtype(self.layout, piece)) for piece in pieces]
+        rows, sums = self._staging(pieces)
+        with self._stored_by_program(Point.PIECE, sum(piece.nbytes for piece in pieces)):
+            targets = self._take(moved, lanes), self._take((*staged, 0), rows), self._take((*staged, 1), sums)
+            new, parity, checksums = self._run[name](
+                retained.values(step),
+                retained.verdict(step),
+                retained.grad_piece(chunk),
+                retained.pieces(chunk, step - 1),
+                self._token,
+                targets,
+            )
+            self._arrived(name, moved, Point.PIECE, new, [offset for offset, *_ in lanes])
+            self._arrived(name, (*staged, 0), Point.STAGING, parity, [offset for offset, *_ in rows])
+            self._arrived(name, (*staged, 1), Point.STAGING, checksums, [offset for offset, *_ in sums])
+        seals = [seal_record(piece, step, np.zeros((1, 2), np.uint32)) for piece in pieces]
+        records = np.stack([_words(mark), *(_words(seal) for seal in seals)])
+        offsets = [retained.log.offset(copy, mark.kind, step, index) for copy in COPIES]
+        key = ("mark", index, step % 2)
+        with self._stored_by_program(Point.MARK, BYTES * (len(COPIES) + len(pieces))):
+            places = [*self._take(key, [(offset, (16,), "uint32") for offset in offsets]), *(self._take_record(piece) for piece in pieces)]
+            found = self._run[placed.mark_name(name)](records, list(checksums), places)
+            self._arrived("mark", key, Point.MARK, found[: len(COPIES)], offsets)
+            for piece, array in zip(pieces, found[len(COPIES) :], strict=True):
+                self._arrived("mark", ("staged", piece.index), Point.STAGING, [array], [retained.guard.record_place(piece)])
+            self._token = found[0]
+
+    def _encode(self, piece: Piece, commit: int) -> None:
+        guard, name = self.retained.guard, programs.encode_name(piece.row_bytes // 4)
+        rows, sums = self._staging([piece])
+        guard.void(piece)
+        places = self._take(("encode", piece.index), [*rows, *sums])
+        parity, checksums = self._run[name](self.retained.words(piece, commit), places)
+        # The chunk's own arrays over the same places stay as they are.
+        self._arrived(name, ("encode", piece.index), Point.STAGING, [parity, checksums], [rows[0][0], sums[0][0]], keep=False)
+        guard.seal(piece, self.version(piece, commit), np.asarray(checksums))
+
+    def _drain(self, pieces: Sequence[Piece], commit: int) -> None:
+        self._drainer.start(pieces, commit)
+
+    def _scrub(self, commit: int) -> bool:
+        """As `Transaction._scrub`, a whole piece at a time: its checksums are made where it lies."""
+        budget, guard, damaged = self.scrub_bytes, self.retained.guard, False
+        number = self._cursor[0]
+        while budget > 0:
+            piece = self.layout.pieces[number]
+            block = guard.block(piece, self.version(piece, commit))
+            if block is not None:
+                pages = np.flatnonzero(np.any(block[1] != self.checksums(piece, commit), axis=-1))
+                if len(pages):
+                    guard.repair(piece, self.layout.address(piece, commit), pages.tolist(), *block)
+                    damaged = True
+            budget, number = budget - piece.nbytes, (number + 1) % len(self.layout.pieces)
+            if number == 0:
+                break
+        self._cursor = number, 0
+        return damaged
+
+    # Places -----------------------------------------------------------------------------------------------------------------------
+
+    def _take(self, key: tuple, wanted: Sequence[tuple[int, tuple[int, ...], Any]]) -> list[jax.Array]:
+        """Arrays over places, to be donated: what the last program left there, or fresh views. wanted: (offset, shape, dtype) each."""
+        found = self._places.pop(key, None)
+        if found is not None:
+            return found
+        return [view(self._device, offset, shape, jnp.dtype(dtype), self.retained.jax_device) for offset, shape, dtype in wanted]
+
+    def _take_record(self, piece: Piece) -> jax.Array:
+        return self._take(("staged", piece.index), [(self.retained.guard.record_place(piece), (16,), "uint32")])[0]
+
+    def _staging(self, pieces: Sequence[Piece]) -> tuple[list, list]:
+        """(offset, shape, dtype) of parity rows and of page checksums of each piece."""
+        rows, sums = [], []
+        for piece in pieces:
+            start = self.retained.guard.ranges(piece)[0][0]
+            rows.append((start, (piece.parity_rows, piece.row_bytes // 4), "uint32"))
+            sums.append((start + piece.parity_bytes, (piece.pages, 2), "uint32"))
+        return rows, sums
+
+    def _arrived(
+        self, program: str, key: tuple, point: Point, arrays: Sequence[jax.Array], offsets: Sequence[int], keep: bool = True
+    ) -> None:
+        """Notes what a program left at its places; keep: it is what the next program there is given. Looks at the addresses the first time that these places are written by this program.
+
+        Raises LayoutError if XLA has put an output elsewhere: nothing of it counts then.
+        """
+        if not isinstance(self._device, DeviceArena):
+            for array, offset in zip(arrays, offsets, strict=True):
+                self._device.store(point, offset, np.asarray(array))
+        elif (program, key) not in self._checked:
+            for number, (array, offset) in enumerate(zip(arrays, offsets, strict=True)):
+                found, wanted = array.unsafe_buffer_pointer(), self._device.address + offset
+                if found != wanted:
+                    raise errors.LayoutError(
+                        f"program {program!r}, output {number} ({array.dtype}{list(array.shape)}): expected it at its place {wanted:#x}, XLA has "
+                        f"put it at {found:#x}; please report this with the versions of jax and of the driver"
+                    )
+            self._checked.add((program, key))
+        if keep:
+            self._places[key] = list(arrays)
+
+    @contextlib.contextmanager
+    def _stored_by_program(self, point: Point, nbytes: int):
+        """The crash points of a store that a program makes: before it is dispatched, and when it is done."""
+        hook = faults.store_hook()
+        if hook is not None and isinstance(self._device, DeviceArena):
+            hook(point, Moment.BEFORE, nbytes)
+            yield
+            jax.block_until_ready(self._places[next(reversed(self._places))])
+            hook(point, Moment.AFTER, nbytes)
+        else:
+            yield
+
+
+class Drainer:
+    """Copies staged parity to the host arena, behind the next compute, in a thread.
+
+    Host memory is pinned piece by piece behind the copies, since pinning takes 0.45 s per GiB and a takeover must not wait for it.
+    Crash: as `Guard.drain`: a piece whose copy was cut short is drained or encoded again.
+    """
+
+    def __init__(self, retained: Retained):
+        self._retained = retained
+        self._thread: threading.Thread | None = None
+        self._error: BaseException | None = None
+        self._secs = 0.0
+        self._pins: Pins | None = None
+        if isinstance(retained.device, DeviceArena):
+            region = retained.layout.by_name["parity"]
+            self._pins = Pins(retained.device.mapping, retained.host.address + region.offset, region.nbytes)
+
+    def start(self, pieces: Sequence[Piece], version: int) -> None:
+        """Begins to drain blocks of `version`."""
+        self.wait()
+        self._thread = threading.Thread(target=self._run, args=(list(pieces), version), name=DRAIN_THREAD, daemon=True)
+        self._thread.start()
+
+    def wait(self) -> float:
+        """Until nothing is on its way; returns for how many seconds the last drain ran. Raises its error, or DeadlineError."""
+        thread, self._thread = self._thread, None
+        if thread is None:
+            return 0.0
+        thread.join(DRAIN_SECS)
+        if thread.is_alive():
+            raise errors.DeadlineError(
+                f"the copy of the parity to host memory did not end within {DRAIN_SECS:.0f} s; the GPU or its driver hangs"
+            )
+        error, self._error = self._error, None
+        if error is not None:
+            raise error
+        return self._secs
+
+    def close(self) -> None:
+        """Waits, and unpins what was pinned: for scratch memory, which goes before the process does."""
+        self.wait()
+        if self._pins is not None:
+            self._pins.close()
+
+    def _run(self, pieces: Sequence[Piece], version: int) -> None:
+        begin = time.monotonic()
+        try:
+            if self._pins is None:
+                self._retained.guard.drain(pieces, version)
+            else:
+                self._copy(pieces, version, self._pins)
+            self._secs = time.monotonic() - begin
+            if self._pins is not None:
+                self._pins.more()
+        except BaseException as exception:
+            self._error = exception
+
+    def _copy(self, pieces: Sequence[Piece], version: int, pins: Pins) -> None:
+        guard, hook = self._retained.guard, faults.store_hook()
+        arriving = []
+        for piece in pieces:
+            staged = guard.staged(piece)
+            if staged is None or staged.step != version:
+                continue
+            target, source = guard.begin_drain(piece), guard.ranges(piece)[0][0]
+            if hook is not None:
+                hook(Point.DRAIN_PARITY, Moment.BEFORE, piece.record_offset)
+            pins.copy(self._retained.host.address + target, source, piece.record_offset)
+            arriving.append((piece, staged))
+        pins.wait()
+        for piece, staged in arriving:
+            guard.end_drain(piece, staged)
+
+
+class Pins:
+    """The parity region of the host arena, pinned slice by slice, and copies into it."""
+
+    def __init__(self, mapping: cuda.Mapping, address: int, nbytes: int):
+        self._copies = cuda.Copies(mapping)
+        self._begin, self._end = address, address + nbytes  # regions begin at pages
+        self._pinned = address
+
+    def copy(self, target: int, source: int, nbytes: int) -> None:
+        """Begins a copy from the device arena to a host address; no copy crosses the border of two slices."""
+        while nbytes:
+            slice_end = target + PINNED_PER_DRAIN - (target - self._begin) % PINNED_PER_DRAIN
+            part = min(nbytes, slice_end - target)
+            self._copies.to_host(target, source, part)
+            target, source, nbytes = target + part, source + part, nbytes - part
+
+    def wait(self) -> None:
+        self._copies.wait()
+
+    def more(self) -> None:
+        """Pins the next slice, if there is one left."""
+        part = min(PINNED_PER_DRAIN, self._end - self._pinned)
+        if part > 0:
+            self._copies.register(self._pinned, part)
+            self._pinned += part
+
+    def close(self) -> None:
+        for start in range(self._begin, self._pinned, PINNED_PER_DRAIN):
+            self._copies.unregister(start)
+        self._copies.close()
+
+
+def make_transaction(retained: Retained, run: Mapping[str, Callable], epoch: int, at: Observer = faults.reach) -> Transaction:
+    """The transaction that fits the programs of the job."""
+    return (DeviceTransaction if retained.job.in_place else Transaction)(retained, run, epoch, at)
+
+
+def _words(record: Record) -> np.ndarray:
+    return np.frombuffer(record.pack(), np.uint32)
+
+
+def _lane_dtype(layout: Any, piece: Piece) -> str:
+    return layout.signatures[piece.signature].lanes[piece.lane].dtype
