@@ -10,21 +10,17 @@ Three parts, one after the other, with nothing else running:
 
 from __future__ import annotations
 
-import contextlib
 import ctypes
 import ctypes.util
 import functools
 import os
-import signal
 import statistics
-import subprocess
 import sys
 import time
-import uuid
 from collections.abc import Callable
-from pathlib import Path
 from typing import Annotated, Any
 
+import _takeovers
 import jax
 import numpy as np
 import optax
@@ -33,11 +29,8 @@ import typer
 from _result import JsonOption, cpu_device, git_commit, write_result
 
 import leto_jax as leto
-from leto_jax.agent import client
-from leto_jax.arena.host import private_arenas
-from leto_jax.config import state_root
-from leto_jax.errors import LetoError
-from leto_jax.goodput import journal, report
+from leto_jax.arena.rank import private_arenas
+from leto_jax.goodput import report
 from leto_jax.rmp import codec, matrix
 from leto_jax.rmu import programs
 from leto_jax.rmu.retained import Retained
@@ -45,7 +38,6 @@ from leto_jax.rmu.transaction import Transaction
 from leto_jax.shadow import executables
 
 SHAPE = {"width": 320, "depth": 8, "heads": 5, "context": 128, "batch": 8}
-PHASES = ("compute", "decide", "update", "commit", "drain")
 
 
 def step_times(rounds: int, seed: int) -> dict[str, Any]:
@@ -169,102 +161,6 @@ def _isal(words: np.ndarray, parity_rows: int) -> Callable[[], None] | None:
     return run
 
 
-def takeovers(kills: int, seed: int) -> list[dict[str, Any]]:
-    """Kills a protected run of train_lm `kills` times, each as soon as a shadow is ready, and reads its journal."""
-    job = f"bench-{uuid.uuid4().hex[:8]}"
-    options = [item for name, value in SHAPE.items() for item in (f"--{name}", str(value))]
-    command = [
-        sys.executable,
-        "-m",
-        "leto_jax.cli",
-        "run",
-        "--job",
-        job,
-        str(Path(train_lm.__file__)),
-        *options,
-        "--steps",
-        "100000",
-        "--seed",
-        str(seed),
-    ]
-    with subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL) as process:
-        try:
-            for number in range(kills):
-                message = {
-                    "op": "inject",
-                    "kind": "sigkill",
-                    "phase": PHASES[number % len(PHASES)],
-                    "when_ready": True,
-                    "deadline_secs": 180,
-                }
-                _ask_when_up(job, message, process)
-                print(f"takeover {number + 1}/{kills}: killed in {message['phase']}", file=sys.stderr, flush=True)
-            _wait_for_takeovers(job, kills)
-        finally:
-            process.send_signal(signal.SIGINT)
-            with contextlib.suppress(subprocess.TimeoutExpired):
-                process.wait(20)
-            process.kill()
-    return report.summarise(journal.read(state_root() / job / "journal.jsonl"))["takeovers"]
-
-
-def _ask_when_up(job: str, message: dict[str, Any], process: subprocess.Popen, deadline_secs: float = 60.0) -> None:
-    end = time.monotonic() + deadline_secs
-    while True:
-        try:
-            client.ask(job, {"op": "status"})
-            break
-        except LetoError:
-            if time.monotonic() > end or process.poll() is not None:
-                raise
-            time.sleep(0.2)
-    client.ask(job, message, message["deadline_secs"] + 5)
-
-
-def _wait_for_takeovers(job: str, kills: int, deadline_secs: float = 60.0) -> None:
-    end = time.monotonic() + deadline_secs
-    while time.monotonic() < end:
-        events = journal.read(state_root() / job / "journal.jsonl")
-        if sum(event["event"] == "takeover" for event in events) >= kills:
-            return
-        time.sleep(0.2)
-    raise TimeoutError(f"expected {kills} takeovers in the journal of {job}, found fewer")
-
-
-STAGES = (
-    ("detect", "#8c8c8c"),
-    ("fence", "#c44e52"),
-    ("attach", "#dd8452"),
-    ("verify", "#ccb974"),
-    ("roll_forward", "#55a868"),
-    ("data", "#64b5cd"),
-    ("first_step", "#4c72b0"),
-)
-
-
-def draw(found: list[dict[str, Any]], plain_step_secs: float, path: Path) -> None:
-    """The takeovers as bars, one stage after the other, from SIGKILL to the end of the first step."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
-    figure, axes = pyplot.subplots(figsize=(9, 0.42 * len(found) + 1.8), layout="constrained")
-    for row, item in enumerate(found):
-        left = 0.0
-        for name, colour in STAGES:
-            secs = item["stages"].get(name, 0.0)
-            axes.barh(row, secs, left=left, color=colour, label=name.replace("_", " ") if row == 0 else None)
-            left += secs
-    axes.set_yticks(range(len(found)), [f"SIGKILL in {item['phase']}" for item in found])
-    axes.invert_yaxis()
-    axes.set_xlabel(f"seconds since SIGKILL (a plain step takes {plain_step_secs:.2f} s)")
-    axes.set_title("From SIGKILL to the end of the first step after it", loc="left")
-    axes.legend(ncols=len(STAGES), loc="upper center", bbox_to_anchor=(0.45, -0.22 if len(found) > 5 else -0.4), frameon=False, fontsize=8)
-    axes.spines[["top", "right"]].set_visible(False)
-    figure.savefig(path, dpi=130)
-
-
 def main(
     json_path: JsonOption = None,
     kills: Annotated[int, typer.Option(min=1, help="Takeovers to time.")] = 10,
@@ -281,19 +177,11 @@ def main(
         flush=True,
     )
     rates = encode_rates(seed)
-    found = takeovers(kills, seed)
+    found = _takeovers.collect(kills, {**SHAPE, "seed": seed})
     for item in found:  # a plain step is one of the same programs with nothing beside them
         item["takeover_secs"] = report.takeover_secs(item, steps["protected_step_secs"])
     rows: list[dict[str, Any]] = [{"part": "step", **steps}, *({"part": "encode", **row} for row in rates)]
-    for item in found:
-        stages = {f"{name}_secs": value for name, value in item["stages"].items()}
-        rows.append(
-            {
-                "part": "takeover",
-                **{key: item[key] for key in ("kind", "phase", "step", "takeover_secs", "lost_steps", "compiles")},
-                **stages,
-            }
-        )
+    rows += _takeovers.rows(found)
     path = write_result(
         "bench_cpu",
         None,
@@ -309,7 +197,7 @@ def main(
         cpu_device(),
         commit,
     )
-    draw(found, steps["plain_step_secs"], path.with_suffix(".png"))
+    _takeovers.draw(found, steps["plain_step_secs"], path.with_suffix(".png"))
 
 
 if __name__ == "__main__":

@@ -112,7 +112,7 @@ def main(
     rate: Annotated[float, typer.Option(min=0.0, help="Peak learning rate.")] = 1e-3,
     dropout: Annotated[float, typer.Option(min=0.0, max=0.9, help="Dropout rate.")] = 0.1,
     seed: Annotated[int, typer.Option(min=0, help="Seed of initial values, dropout and batches.")] = 0,
-    device: Annotated[str, typer.Option(help="cpu; gpu comes in a later version.")] = "cpu",
+    device: Annotated[str, typer.Option(help="cpu or gpu.")] = "cpu",
     log_every: Annotated[int, typer.Option(min=1, help="Steps between printed losses.")] = 1,
     eval_every: Annotated[int, typer.Option(min=0, help="Steps between evaluations on held-out text; 0: none.")] = 0,
     sleep_secs: Annotated[float, typer.Option(min=0.0, help="Pause after each step, for demonstrations.")] = 0.0,
@@ -123,11 +123,9 @@ def main(
     settings = {name: value for name, value in locals().items() if name not in ("json", "sleep_while")}
     if device not in ("cpu", "gpu"):
         raise typer.BadParameter(f"expected cpu or gpu, found {device!r}", param_hint="--device")
-    if device == "gpu":
-        raise typer.BadParameter("gpu: retained GPU memory is not in this version; use --device cpu", param_hint="--device")
     if width % heads:
         raise typer.BadParameter(f"expected a multiple of --heads {heads}, found {width}", param_hint="--width")
-    jax.config.update("jax_platforms", "cpu")
+    jax.config.update("jax_platforms", {"cpu": "cpu", "gpu": "cuda"}[device])
 
     corpus = read_corpus()
     train, held_out = corpus[:-HELD_OUT_BYTES], corpus[-HELD_OUT_BYTES:]
@@ -140,11 +138,11 @@ def main(
         model.eval()
         return loss(model, batch)
 
+    parameters = sum(x.size for x in jax.tree.leaves(jax.eval_shape(init, jax.random.key(seed))[0]))
     warm = [evaluate] if eval_every else []
     examples = windows(held_out, batch, context, seed)
     with leto.session(init, step, windows(train, batch, context, seed), key=jax.random.key(seed), steps=steps, warm=warm) as s:
         state, rows, sha256 = s.state, [], hashlib.sha256(corpus).hexdigest()
-        parameters = sum(x.size for x in jax.tree.leaves(state.params))
         print(f"train_lm: {parameters / 1e6:.2f} M parameters, corpus sha256:{sha256} ({len(corpus)} bytes)", file=sys.stderr, flush=True)
         for t, tokens in s:
             state, metrics = s.step(state, tokens)
@@ -164,7 +162,7 @@ def main(
             "created": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
             "commit": git_commit(),
             "versions": versions(),
-            "device": cpu_device(),
+            "device": cpu_device() if device == "cpu" else jax.devices()[0].device_kind,
             "seed": seed,
             "settings": settings,
             "parameters": parameters,

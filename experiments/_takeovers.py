@@ -1,0 +1,121 @@
+"""A protected run of `train_lm` that is killed again and again as soon as a shadow is ready, and what its journal says about the takeovers."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import subprocess
+import sys
+import time
+import uuid
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from leto_jax.agent import client
+from leto_jax.config import state_root
+from leto_jax.errors import LetoError
+from leto_jax.goodput import journal, report
+
+PHASES = ("compute", "decide", "update", "commit", "drain")
+STAGES = (
+    ("detect", "#8c8c8c"),
+    ("fence", "#c44e52"),
+    ("attach", "#dd8452"),
+    ("verify", "#ccb974"),
+    ("roll_forward", "#55a868"),
+    ("data", "#64b5cd"),
+    ("first_step", "#4c72b0"),
+)
+READY_SECS = 240.0
+WAIT_SECS = 60.0
+
+
+def collect(kills: int, options: Mapping[str, object], environ: Mapping[str, str] | None = None) -> list[dict[str, Any]]:
+    """Runs `leto run train_lm.py` with `options`, kills it `kills` times, at every phase in turn; the takeovers as `leto report` gives them.
+
+    Raises what the agent raises when the job does not come to a ready shadow in time.
+    """
+    job = f"bench-{uuid.uuid4().hex[:8]}"
+    script = str(Path(__file__).with_name("train_lm.py"))
+    words = [word for name, value in options.items() for word in (f"--{name.replace('_', '-')}", str(value))]
+    command = [sys.executable, "-m", "leto_jax.cli", "run", "--job", job, script, *words, "--steps", "1000000"]
+    with subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, env={**os.environ, **(environ or {})}) as process:
+        try:
+            for number in range(kills):
+                phase = PHASES[number % len(PHASES)]
+                _ask_when_up(
+                    job, {"op": "inject", "kind": "sigkill", "phase": phase, "when_ready": True, "deadline_secs": READY_SECS}, process
+                )
+                print(f"takeover {number + 1}/{kills}: killed in {phase}", file=sys.stderr, flush=True)
+            _wait_for_takeovers(job, kills)
+        finally:
+            process.send_signal(signal.SIGINT)
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                process.wait(20)
+            process.kill()
+    return report.summarise(_events(job))["takeovers"]
+
+
+def rows(found: Sequence[Mapping[str, Any]], **more: Any) -> list[dict[str, Any]]:
+    """Takeovers as flat rows of a result."""
+    kept = ("kind", "phase", "step", "takeover_secs", "lost_steps", "compiles")
+    return [
+        {
+            "part": "takeover",
+            **more,
+            **{key: item[key] for key in kept},
+            **{f"{name}_secs": value for name, value in item["stages"].items()},
+        }
+        for item in found
+    ]
+
+
+def draw(found: Sequence[Mapping[str, Any]], plain_step_secs: float, path: Path) -> None:
+    """The takeovers as bars, one stage after the other, from SIGKILL to the end of the first step."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    figure, axes = pyplot.subplots(figsize=(9, 0.42 * len(found) + 1.8), layout="constrained")
+    for row, item in enumerate(found):
+        left = 0.0
+        for name, colour in STAGES:
+            secs = item["stages"].get(name, 0.0)
+            axes.barh(row, secs, left=left, color=colour, label=name.replace("_", " ") if row == 0 else None)
+            left += secs
+    axes.set_yticks(range(len(found)), [f"SIGKILL in {item['phase']}" for item in found])
+    axes.invert_yaxis()
+    axes.set_xlabel(f"seconds since SIGKILL (a plain step takes {plain_step_secs:.2f} s)")
+    axes.set_title("From SIGKILL to the end of the first step after it", loc="left")
+    axes.legend(ncols=len(STAGES), loc="upper center", bbox_to_anchor=(0.45, -0.22 if len(found) > 5 else -0.4), frameon=False, fontsize=8)
+    axes.spines[["top", "right"]].set_visible(False)
+    figure.savefig(path, dpi=130)
+
+
+def _ask_when_up(job: str, message: dict[str, Any], process: subprocess.Popen) -> None:
+    end = time.monotonic() + WAIT_SECS
+    while True:
+        try:
+            client.ask(job, {"op": "status"})
+            break
+        except LetoError:
+            if time.monotonic() > end or process.poll() is not None:
+                raise
+            time.sleep(0.2)
+    client.ask(job, message, message["deadline_secs"] + 5)
+
+
+def _wait_for_takeovers(job: str, kills: int) -> None:
+    end = time.monotonic() + WAIT_SECS
+    while time.monotonic() < end:
+        if sum(event["event"] == "takeover" for event in _events(job)) >= kills:
+            return
+        time.sleep(0.2)
+    raise TimeoutError(f"expected {kills} takeovers in the journal of {job}, found fewer")
+
+
+def _events(job: str) -> list[dict[str, Any]]:
+    return journal.read(state_root() / job / "journal.jsonl")
