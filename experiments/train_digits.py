@@ -80,9 +80,13 @@ def main(
     seed: Annotated[int, typer.Option(min=0, help="Seed of initial values, dropout and batches.")] = 0,
     dropout: Annotated[float, typer.Option(min=0.0, max=0.9, help="Dropout rate.")] = 0.3,
     data: Annotated[str | None, typer.Option(help="grain or function; by default grain where it is installed.")] = None,
+    device: Annotated[str, typer.Option(help="cpu or gpu.")] = "cpu",
     log_every: Annotated[int, typer.Option(min=1, help="Steps between printed losses.")] = 50,
 ) -> None:
     """Trains a small convolutional net on scikit-learn's digits and prints its accuracy on held-out images."""
+    if device not in ("cpu", "gpu"):
+        raise typer.BadParameter(f"expected cpu or gpu, found {device!r}", param_hint="--device")
+    jax.config.update("jax_platforms", {"cpu": "cpu", "gpu": "cuda"}[device])
     has_grain = importlib.util.find_spec("grain") is not None
     data = data or ("grain" if has_grain else "function")
     if data not in ("grain", "function"):

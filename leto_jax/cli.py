@@ -16,8 +16,8 @@ import typer
 
 from leto_jax import errors
 from leto_jax.config import Deadlines, state_root
+from leto_jax.config import deterministic as repeatable
 
-DETERMINISTIC = "--xla_gpu_deterministic_ops=true"
 app = typer.Typer(
     name="leto", no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False, help="Fault tolerance for JAX training."
 )
@@ -111,10 +111,7 @@ def run(
         debug=debug,
     )
     print(f"leto: job {name}, journal {settings.job_dir / 'journal.jsonl'}", file=sys.stderr, flush=True)
-    environ = dict(os.environ)
-    if deterministic:
-        environ["XLA_FLAGS"] = f"{environ.get('XLA_FLAGS', '')} {DETERMINISTIC}".strip()
-    sys.exit(Agent(settings, environ).run())
+    sys.exit(Agent(settings, repeatable(os.environ) if deterministic else os.environ).run())
 
 
 def _plan(script: str, arguments: list[str], job: str) -> int:
@@ -269,11 +266,14 @@ def demo(
     self_check: Annotated[
         bool, typer.Option("--self-check", help="Flip one bit of the result before the verdict: must end with exit code 4.")
     ] = False,
+    device: Annotated[str, typer.Option(help="cpu or gpu.")] = "cpu",
 ) -> None:
     """Trains a language model twice, once without failures and once with, and compares every bit."""
     from leto_jax import demo as demos
 
-    sys.exit(demos.main(quick=quick, json_file=json, self_check=self_check))
+    if device not in ("cpu", "gpu"):
+        raise errors.UsageError(f"--device: expected cpu or gpu, found {device!r}")
+    sys.exit(demos.main(quick=quick, json_file=json, self_check=self_check, device=device))
 
 
 @app.command(context_settings={"allow_extra_args": True, "ignore_unknown_options": True, "help_option_names": []})

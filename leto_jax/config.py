@@ -57,6 +57,11 @@ GPU_PROTECTION = Protection(page_bytes=2 * MIB, chunk_bytes=512 * MIB, align_ele
 pieces there, one in each step."""
 
 
+def deterministic(environ: Mapping[str, str]) -> dict[str, str]:
+    """`environ` with the XLA flag that makes GPU programs give the same bits each time; CPU programs do without."""
+    return {**environ, "XLA_FLAGS": f"{environ.get('XLA_FLAGS', '')} --xla_gpu_deterministic_ops=true".strip()}
+
+
 @dataclasses.dataclass(frozen=True)
 class Deadlines:
     """Published limits, in seconds. The watchdog for a running step learns its own from step times, never below `hang_floor`."""

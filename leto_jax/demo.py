@@ -24,7 +24,7 @@ from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 
 from leto_jax import errors
 from leto_jax.agent import client
-from leto_jax.config import state_root
+from leto_jax.config import deterministic, state_root
 from leto_jax.goodput import journal, report
 
 DIFFERS = 4
@@ -76,11 +76,12 @@ QUICK = Plan(
 )
 
 
-def main(quick: bool, json_file: Path | None, self_check: bool) -> int:
-    """Runs the demo; returns the exit code: 0 only if losses and final state are bit-identical."""
+def main(quick: bool, json_file: Path | None, self_check: bool, device: str = "cpu") -> int:
+    """Runs the demo on 'cpu' or 'gpu', there with XLA's flag for repeatable programs; returns the exit code: 0 only if losses and final state are bit-identical."""
     if not SCRIPT.is_file():
         raise errors.UsageError(f"demo: expected {SCRIPT}, found nothing there; run it inside a clone of the repository")
     plan, console = (QUICK if quick else FULL), Console(stderr=True, highlight=False)
+    plan = dataclasses.replace(plan, arguments=(*plan.arguments, "--device", device))
     end = time.monotonic() + plan.deadline_secs
     job = f"demo-{uuid.uuid4().hex[:8]}"
     with (
@@ -131,7 +132,7 @@ def _alone(plan: Plan, json_file: Path, progress: Progress, steps: int, end: flo
     task = progress.add_task("reference run, nothing fails", total=steps)
     command = [sys.executable, str(SCRIPT), *plan.arguments, "--json", str(json_file)]
     with subprocess.Popen(
-        command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env={**os.environ, "PYTHONUNBUFFERED": "1"}
+        command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env={**deterministic(os.environ), "PYTHONUNBUFFERED": "1"}
     ) as process:
         assert process.stdout is not None
         assert process.stderr is not None
@@ -154,7 +155,7 @@ def _protected(plan: Plan, job: str, directory: str, progress: Progress, steps: 
     out, err, pausing = Path(directory) / "out", Path(directory) / "err", Path(directory) / "pausing"
     pausing.touch()
     pauses = ["--sleep-secs", str(plan.pause_secs), "--sleep-while", str(pausing)]
-    command = [sys.executable, "-m", "leto_jax.cli", "run", "--job", job, str(SCRIPT), *plan.arguments, *pauses]
+    command = [sys.executable, "-m", "leto_jax.cli", "run", "--job", job, "--deterministic", str(SCRIPT), *plan.arguments, *pauses]
     task = progress.add_task("protected run", total=steps)
     with open(out, "wb") as stdout, open(err, "wb") as stderr:
         process = subprocess.Popen(command, stdout=stdout, stderr=stderr, env={**os.environ, "PYTHONUNBUFFERED": "1"})

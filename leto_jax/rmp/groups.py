@@ -174,6 +174,11 @@ def void_record(piece: Piece) -> Record:
     return Record(Kind.VERSION, index=piece.index)
 
 
+def unsealed_record(piece: Piece, version: int) -> Record:
+    """`seal_record` of a block whose page checksums are all zero, which a device completes (`rmu.placed.seal`)."""
+    return Record(Kind.VERSION, step=version, index=piece.index, body=(CURRENT, 0, 0))
+
+
 def seal_record(piece: Piece, version: int, checksums: np.ndarray) -> Record:
     """The record of a complete block: version of the data, and the checksum of the page checksums (uint32[pages, 2]) as if they were a page."""
     first, second = checksum.page_checksums_np(np.ascontiguousarray(checksums).reshape(1, -1))[0]

@@ -20,7 +20,7 @@ import contextlib
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -32,8 +32,8 @@ from leto_jax.arena.device import DeviceArena
 from leto_jax.arena.views import view
 from leto_jax.faults import Moment, Point
 from leto_jax.layout import Piece
-from leto_jax.records import BYTES, Record
-from leto_jax.rmp.groups import seal_record, void_record
+from leto_jax.records import BYTES, Kind, Record
+from leto_jax.rmp.groups import unsealed_record, void_record
 from leto_jax.rmu import placed, programs
 from leto_jax.rmu.log import COPIES
 from leto_jax.rmu.retained import Retained
@@ -44,6 +44,26 @@ DRAIN_SECS = 60.0
 DRAIN_THREAD = "leto-drain"
 
 
+class Spot(NamedTuple):
+    """A place in the device arena that a program owns: byte offset, and the array that lies there."""
+
+    offset: int
+    shape: tuple[int, ...]
+    dtype: str
+
+
+class ChunkPlan(NamedTuple):
+    """A chunk's programs, and the places of what they write: lanes, parity rows, page checksums; marks, records of the staged blocks."""
+
+    program: str
+    mark: str
+    lanes: list[Spot]
+    rows: list[Spot]
+    sums: list[Spot]
+    marks: list[Spot]
+    records: list[Spot]
+
+
 class DeviceTransaction(Transaction):
     """See `Transaction`; for programs that `programs.trace(..., in_place=True)` has made."""
 
@@ -51,6 +71,10 @@ class DeviceTransaction(Transaction):
         super().__init__(retained, run, epoch, at)
         self._places: dict[tuple, list[jax.Array]] = {}  # donated to the next program that owns the place
         self._checked: set[tuple] = set()
+        self._plans: dict[tuple[int, int], ChunkPlan] = {}
+        self._records: dict[tuple[int, int], jax.Array] = {}  # for the marks of the update that has begun
+        self._moving = [piece for piece in self.layout.pieces if piece.chunk is not None]
+        self._voids = [_words(void_record(piece)) for piece in self._moving]
         self._computed: Sequence[jax.Array] = ()
         self._token: jax.Array = jnp.zeros(16, jnp.uint32)
         self._drainer = Drainer(retained)
@@ -62,11 +86,9 @@ class DeviceTransaction(Transaction):
         job, device = self.retained.job, self._device
         if isinstance(device, DeviceArena):
             device.clear()
-        homes = placed.init_homes(job)
-        offsets = [self.retained.place(home, 0) for home, _ in homes]
-        places = self._take(("init",), [(offset, spec.shape, spec.dtype) for offset, (_, spec) in zip(offsets, homes, strict=True)])
-        leaves, loose = self._run["init"](key, places)
-        self._arrived("init", ("init",), Point.FILL_LANES, leaves, offsets, keep=False)
+        spots = [Spot(self.retained.place(home, 0), spec.shape, spec.dtype) for home, spec in placed.init_homes(job)]
+        leaves, loose = self._run["init"](key, self._take(("init",), spots))
+        self._arrived("init", ("init",), Point.FILL_LANES, leaves, spots, keep=False)
         return placed.init_leaves(job, leaves, loose)
 
     def wait_drained(self) -> None:
@@ -83,12 +105,9 @@ class DeviceTransaction(Transaction):
     # What Transaction asks for ----------------------------------------------------------------------------------------------------
 
     def _compute(self, arguments: tuple) -> tuple:
-        job, key = self.retained.job, ("gradients",)
-        homes = placed.gradients(job)
-        offsets = [self.retained.grad_place(home) for home, _ in homes]
-        places = self._take(key, [(offset, form.shape, form.dtype) for offset, (_, form) in zip(offsets, homes, strict=True)])
-        outputs = self._run["compute"](*arguments, places)
-        self._arrived("compute", key, Point.GRADIENTS, [grad for grad in outputs[0] if grad.size], offsets)
+        spots = [Spot(self.retained.grad_place(home), form.shape, form.dtype.name) for home, form in placed.gradients(self.retained.job)]
+        outputs = self._run["compute"](*arguments, self._take(("gradients",), spots))
+        self._arrived("compute", ("gradients",), Point.GRADIENTS, [grad for grad in outputs[0] if grad.size], spots)
         self._computed = outputs[0]
         return outputs
 
@@ -107,33 +126,38 @@ class DeviceTransaction(Transaction):
 
     def update(self, step: int, intent: Record, first: int = 0) -> None:
         self.wait_drained()
-        left = [self.layout.pieces_of_chunk[index] for done, index in enumerate(self.layout.order(step)) if done >= first]
-        pieces = [piece for chunk in left for piece in chunk]
-        if first:  # of the marked chunks the staged blocks stay
-            for piece in pieces:
-                self.retained.guard.void(piece)
-        else:
-            self._void_staging()
+        if first == 0:
+            self._begin(step, intent)
+        else:  # of the marked chunks the staged blocks stay
+            for done, index in enumerate(self.layout.order(step)):
+                for piece in self.layout.pieces_of_chunk[index] if done >= first else ():
+                    self.retained.guard.void(piece)
         super().update(step, intent, first)
 
-    def _void_staging(self) -> None:
-        """No staged block of a moving piece counts any more: their host copies do."""
-        pieces = [piece for piece in self.layout.pieces if piece.chunk is not None]
-        records = np.stack([_words(void_record(piece)) for piece in pieces])
+    def _begin(self, step: int, intent: Record) -> None:
+        """One program before the chunks: no staged block of a moving piece counts any more (their host copies do), and the records that the
+        marks will store are on the device, so that no chunk waits for a transfer."""
+        pieces, indices = self._moving, range(len(self.layout.chunks))
+        words = [record for index in indices for record in self._mark_records(index, self._mark(step, index, intent))]
+        spots = [self._record_spot(piece) for piece in pieces]
         with self._stored_by_program(Point.STAGING, BYTES * len(pieces)):
-            found = self._run["void"](records, self._token, [self._take_record(piece) for piece in pieces])
-            for piece, array in zip(pieces, found, strict=True):
-                self._arrived("void", ("staged", piece.index), Point.STAGING, [array], [self.retained.guard.record_place(piece)])
-            self._token = found[0]
+            places = [self._take(("staged", piece.index), [spot])[0] for piece, spot in zip(pieces, spots, strict=True)]
+            voids, records = self._run["begin"](np.stack([*self._voids, *words]), self._token, places)
+            for piece, spot, array in zip(pieces, spots, voids, strict=True):
+                self._arrived("begin", ("staged", piece.index), Point.STAGING, [array], [spot])
+            self._token = voids[0]
+        self._records = {(step, index): records[index] for index in indices}
+
+    def _mark_records(self, index: int, mark: Record) -> list[np.ndarray]:
+        """What the mark of a chunk stores: itself, and the records of the staged blocks, whose checksums the device fills in."""
+        return [_words(mark), *(_words(unsealed_record(piece, mark.step)) for piece in self.layout.pieces_of_chunk[index])]
 
     def _update_chunk(self, step: int, index: int, mark: Record) -> None:
-        retained, (_, chunk) = self.retained, self.layout.chunks[index]
-        pieces, name = self.layout.pieces_of_chunk[index], programs.update_name(self.layout, index)
-        moved, staged = ("pieces", index, step % 2), ("staging", index)
-        lanes = [(self.layout.address(piece, step), (chunk.length,), _lane_dtype(self.layout, piece)) for piece in pieces]
-        rows, sums = self._staging(pieces)
+        retained, (_, chunk), plan = self.retained, self.layout.chunks[index], self._plan(index, step % 2)
+        pieces, name = self.layout.pieces_of_chunk[index], plan.program
+        moved, rows, sums = ("pieces", index, step % 2), ("parity", index), ("checksums", index)
         with self._stored_by_program(Point.PIECE, sum(piece.nbytes for piece in pieces)):
-            targets = self._take(moved, lanes), self._take((*staged, 0), rows), self._take((*staged, 1), sums)
+            targets = self._take(moved, plan.lanes), self._take(rows, plan.rows), self._take(sums, plan.sums)
             new, parity, checksums = self._run[name](
                 retained.values(step),
                 retained.verdict(step),
@@ -142,29 +166,50 @@ class DeviceTransaction(Transaction):
                 self._token,
                 targets,
             )
-            self._arrived(name, moved, Point.PIECE, new, [offset for offset, *_ in lanes])
-            self._arrived(name, (*staged, 0), Point.STAGING, parity, [offset for offset, *_ in rows])
-            self._arrived(name, (*staged, 1), Point.STAGING, checksums, [offset for offset, *_ in sums])
-        seals = [seal_record(piece, step, np.zeros((1, 2), np.uint32)) for piece in pieces]
-        records = np.stack([_words(mark), *(_words(seal) for seal in seals)])
-        offsets = [retained.log.offset(copy, mark.kind, step, index) for copy in COPIES]
+            self._arrived(name, moved, Point.PIECE, new, plan.lanes)
+            self._arrived(name, rows, Point.STAGING, parity, plan.rows)
+            self._arrived(name, sums, Point.STAGING, checksums, plan.sums)
+        begun = self._records.pop((step, index), None)
+        records = np.stack(self._mark_records(index, mark)) if begun is None else begun
         key = ("mark", index, step % 2)
         with self._stored_by_program(Point.MARK, BYTES * (len(COPIES) + len(pieces))):
-            places = [*self._take(key, [(offset, (16,), "uint32") for offset in offsets]), *(self._take_record(piece) for piece in pieces)]
-            found = self._run[placed.mark_name(name)](records, list(checksums), places)
-            self._arrived("mark", key, Point.MARK, found[: len(COPIES)], offsets)
-            for piece, array in zip(pieces, found[len(COPIES) :], strict=True):
-                self._arrived("mark", ("staged", piece.index), Point.STAGING, [array], [retained.guard.record_place(piece)])
+            sealed = [self._take(("staged", piece.index), [spot])[0] for piece, spot in zip(pieces, plan.records, strict=True)]
+            found = self._run[plan.mark](records, list(checksums), [*self._take(key, plan.marks), *sealed])
+            self._arrived("mark", key, Point.MARK, found[: len(COPIES)], plan.marks)
+            for piece, spot, array in zip(pieces, plan.records, found[len(COPIES) :], strict=True):
+                self._arrived("mark", ("staged", piece.index), Point.STAGING, [array], [spot])
             self._token = found[0]
+
+    def _plan(self, index: int, parity: int) -> ChunkPlan:
+        """Where the programs of a chunk write in steps of one parity. Made once."""
+        if (index, parity) not in self._plans:
+            pieces, (number, chunk) = self.layout.pieces_of_chunk[index], self.layout.chunks[index]
+            lanes = self.layout.signatures[number].lanes
+            rows, sums = self._staging(pieces)
+            offsets = [self.retained.log.offset(copy, Kind.MARK, parity, index) for copy in COPIES]
+            name = programs.update_name(self.layout, index)
+            self._plans[index, parity] = ChunkPlan(
+                name,
+                placed.mark_name(name),
+                [Spot(self.layout.address(piece, parity), (chunk.length,), lane.dtype) for piece, lane in zip(pieces, lanes, strict=True)],
+                rows,
+                sums,
+                [Spot(offset, (16,), "uint32") for offset in offsets],
+                [self._record_spot(piece) for piece in pieces],
+            )
+        return self._plans[index, parity]
+
+    def _record_spot(self, piece: Piece) -> Spot:
+        return Spot(self.retained.guard.record_place(piece), (16,), "uint32")
 
     def _encode(self, piece: Piece, commit: int) -> None:
         guard, name = self.retained.guard, programs.encode_name(piece.row_bytes // 4)
-        rows, sums = self._staging([piece])
+        spots = [spot for spots in self._staging([piece]) for spot in spots]
         guard.void(piece)
-        places = self._take(("encode", piece.index), [*rows, *sums])
+        places = self._take(("encode", piece.index), spots)
         parity, checksums = self._run[name](self.retained.words(piece, commit), places)
         # The chunk's own arrays over the same places stay as they are.
-        self._arrived(name, ("encode", piece.index), Point.STAGING, [parity, checksums], [rows[0][0], sums[0][0]], keep=False)
+        self._arrived(name, ("encode", piece.index), Point.STAGING, [parity, checksums], spots, keep=False)
         guard.seal(piece, self.version(piece, commit), np.asarray(checksums))
 
     def _drain(self, pieces: Sequence[Piece], commit: int) -> None:
@@ -190,38 +235,35 @@ class DeviceTransaction(Transaction):
 
     # Places -----------------------------------------------------------------------------------------------------------------------
 
-    def _take(self, key: tuple, wanted: Sequence[tuple[int, tuple[int, ...], Any]]) -> list[jax.Array]:
-        """Arrays over places, to be donated: what the last program left there, or fresh views. wanted: (offset, shape, dtype) each."""
+    def _take(self, key: tuple, spots: Sequence[Spot]) -> list[jax.Array]:
+        """Arrays over `spots`, to be donated: what the last program left there, or fresh views."""
         found = self._places.pop(key, None)
         if found is not None:
             return found
-        return [view(self._device, offset, shape, jnp.dtype(dtype), self.retained.jax_device) for offset, shape, dtype in wanted]
+        return [view(self._device, spot.offset, spot.shape, jnp.dtype(spot.dtype), self.retained.jax_device) for spot in spots]
 
-    def _take_record(self, piece: Piece) -> jax.Array:
-        return self._take(("staged", piece.index), [(self.retained.guard.record_place(piece), (16,), "uint32")])[0]
-
-    def _staging(self, pieces: Sequence[Piece]) -> tuple[list, list]:
-        """(offset, shape, dtype) of parity rows and of page checksums of each piece."""
+    def _staging(self, pieces: Sequence[Piece]) -> tuple[list[Spot], list[Spot]]:
+        """The places of parity rows and of page checksums of each piece."""
         rows, sums = [], []
         for piece in pieces:
             start = self.retained.guard.ranges(piece)[0][0]
-            rows.append((start, (piece.parity_rows, piece.row_bytes // 4), "uint32"))
-            sums.append((start + piece.parity_bytes, (piece.pages, 2), "uint32"))
+            rows.append(Spot(start, (piece.parity_rows, piece.row_bytes // 4), "uint32"))
+            sums.append(Spot(start + piece.parity_bytes, (piece.pages, 2), "uint32"))
         return rows, sums
 
     def _arrived(
-        self, program: str, key: tuple, point: Point, arrays: Sequence[jax.Array], offsets: Sequence[int], keep: bool = True
+        self, program: str, key: tuple, point: Point, arrays: Sequence[jax.Array], spots: Sequence[Spot], keep: bool = True
     ) -> None:
         """Notes what a program left at its places; keep: it is what the next program there is given. Looks at the addresses the first time that these places are written by this program.
 
         Raises LayoutError if XLA has put an output elsewhere: nothing of it counts then.
         """
         if not isinstance(self._device, DeviceArena):
-            for array, offset in zip(arrays, offsets, strict=True):
-                self._device.store(point, offset, np.asarray(array))
+            for array, spot in zip(arrays, spots, strict=True):
+                self._device.store(point, spot.offset, np.asarray(array))
         elif (program, key) not in self._checked:
-            for number, (array, offset) in enumerate(zip(arrays, offsets, strict=True)):
-                found, wanted = array.unsafe_buffer_pointer(), self._device.address + offset
+            for number, (array, spot) in enumerate(zip(arrays, spots, strict=True)):
+                found, wanted = array.unsafe_buffer_pointer(), self._device.address + spot.offset
                 if found != wanted:
                     raise errors.LayoutError(
                         f"program {program!r}, output {number} ({array.dtype}{list(array.shape)}): expected it at its place {wanted:#x}, XLA has "
@@ -357,7 +399,3 @@ def make_transaction(retained: Retained, run: Mapping[str, Callable], epoch: int
 
 def _words(record: Record) -> np.ndarray:
     return np.frombuffer(record.pack(), np.uint32)
-
-
-def _lane_dtype(layout: Any, piece: Piece) -> str:
-    return layout.signatures[piece.signature].lanes[piece.lane].dtype

@@ -8,13 +8,14 @@ equal shapes keep their order too; `rmu.device` looks at the addresses.
 | compute   | as before                                     | gradients; extras, metrics, loss, sum of squares               |
 | update.N  | as before, and the token                      | new pieces, parity rows, page checksums                        |
 | mark.N    | records, checksums                            | the mark in both logs, the records of the staged blocks        |
-| void      | records, token                                | the records of all staged blocks                               |
+| begin     | records, token                                | the records of all staged blocks; those for each mark          |
 | encode.W  | a piece as words                              | parity rows, page checksums                                    |
 """
 
 from __future__ import annotations
 
 import functools
+import itertools
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -58,7 +59,7 @@ def mark_name(update: str) -> str:
 
 def programs(job: Job, device: jax.Device) -> dict[str, Program]:
     """All that replace or join those of `job` where `device` writes to retained memory itself."""
-    found = [_init(job), _compute(job), _void(job)]
+    found = [_init(job), _compute(job), _begin(job)]
     for index in range(len(job.layout.chunks)):
         name = update_name(job.layout, index)
         if all(name != program.name for program in found):
@@ -188,13 +189,15 @@ def _mark(job: Job, update: str, index: int) -> Program:
     return Program(mark_name(update), run, (records_form, sums, [RECORD] * (count + len(sums))), 2)
 
 
-def _void(job: Job) -> Program:
+def _begin(job: Job) -> Program:
     count = sum(piece.chunk is not None for piece in job.layout.pieces)
+    sizes = [1 + len(pieces) for pieces in job.layout.pieces_of_chunk]
 
     def run(found, token, places):
-        return [found[n] for n in range(count)]
+        ends = list(itertools.accumulate(sizes, initial=count))
+        return [found[n] for n in range(count)], [found[a:b] for a, b in itertools.pairwise(ends)]
 
-    return Program("void", run, (jax.ShapeDtypeStruct((count, 16), jnp.uint32), RECORD, [RECORD] * count), 2)
+    return Program("begin", run, (jax.ShapeDtypeStruct((count + sum(sizes), 16), jnp.uint32), RECORD, [RECORD] * count), 2)
 
 
 def _encode(job: Job, words: int, device: jax.Device) -> Program:

@@ -176,7 +176,7 @@ class Transaction:
             if done < first:
                 continue
             self.at(Phase.UPDATE, step, done)
-            self._update_chunk(step, index, Record(Kind.MARK, self.epoch, step, index, body=(intent.crc,)))
+            self._update_chunk(step, index, self._mark(step, index, intent))
 
     def commit(self, step: int, intent: Record) -> None:
         """One record; which copies and addresses are active follows from it.
@@ -241,6 +241,9 @@ class Transaction:
         for index, pages in found.items():
             sums[index] = zlib.crc32(np.asarray(pages))
         return sums
+
+    def _mark(self, step: int, index: int, intent: Record) -> Record:
+        return Record(Kind.MARK, self.epoch, step, index, body=(intent.crc,))
 
     # What a device does in another way: `rmu.device` ------------------------------------------------------------------------------
 

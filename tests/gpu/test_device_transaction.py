@@ -216,7 +216,7 @@ def test_other_updates_repeat_to_the_bit(name):
 
 
 PLACES = [
-    (Point.FILL_LANES, Moment.BEFORE, 0),
+    (Point.FILL_SCALARS, Moment.BEFORE, 0),
     (Point.GRADIENTS_STORED, Moment.BEFORE, 2),
     (Point.GRADIENTS_STORED, Moment.AFTER, 2),
     (Point.SCALARS, Moment.TORN, 2),
