@@ -197,13 +197,11 @@ def inject(
 ) -> None:
     """Causes a failure in a running job, at a named place."""
     from leto_jax.agent import client
-    from leto_jax.shadow.inject import GPU_ONLY, KINDS
+    from leto_jax.shadow.inject import KINDS
 
     phases = ("compute", "decide", "update", "commit", "drain", "takeover", "body")
     if kind not in KINDS:
         raise errors.UsageError(f"--kind: expected one of {', '.join(KINDS)}, found {kind!r}")
-    if kind in GPU_ONLY:
-        raise errors.UsageError(f"--kind {kind}: needs a GPU, this job runs on the CPU")
     if phase not in phases:
         raise errors.UsageError(f"--phase: expected one of {', '.join(phases)}, found {phase!r}")
     if chunk is not None and phase != "update":

@@ -675,7 +675,8 @@ class Agent:
         elif op == "status":
             protocol.send(sock, {"ok": True, **self.status()}, deadline=time.monotonic() + REPLY_SECS)
         elif op == "inject":
-            self._injection.ask(sock, message)
+            on_gpu = any(gpu_of(item.kind) is not None for item in self._subscription.descriptors.values())
+            self._injection.ask(sock, message, on_gpu)
         elif op == "stop":
             protocol.send(sock, {"ok": True}, deadline=time.monotonic() + REPLY_SECS)
             self._finish(0, "leto stop")

@@ -15,7 +15,7 @@ from leto_jax.config import Deadlines
 from leto_jax.faults import Phase
 from leto_jax.goodput.journal import Journal
 from leto_jax.manager import protocol
-from leto_jax.shadow.inject import ANY, KINDS, FailureKind
+from leto_jax.shadow.inject import ANY, GPU_ONLY, KINDS, FailureKind
 
 REPLY_SECS = 2.0
 DAMAGE = (FailureKind.PAGE_LOSS, FailureKind.PAGE_CORRUPTION)
@@ -43,12 +43,16 @@ class Injection:
         self._request: _Request | None = None
         control[Word.INJECT_TAKEN] = control[Word.INJECT_SEQUENCE]  # what an earlier agent was asked for is void
 
-    def ask(self, sock: socket.socket, message: Mapping[str, Any]) -> None:
-        """Takes a request over. Raises JobError while another one waits, ValueError or KeyError for one that is none."""
+    def ask(self, sock: socket.socket, message: Mapping[str, Any], on_gpu: bool) -> None:
+        """Takes a request over. Raises JobError while another one waits, UsageError for a kind that this device cannot have, ValueError or
+        KeyError for a request that is none."""
+        kind = FailureKind(message["kind"])
+        if kind in GPU_ONLY and not on_gpu:
+            raise errors.UsageError(f"--kind {kind.value}: needs a GPU, this job runs on the CPU")
         if self._request is not None:
             raise errors.JobError("inject: another injection is still waiting for its moment; try again when it has fired")
         self._request = request = _Request(
-            FailureKind(message["kind"]),
+            kind,
             Phase(message["phase"]),
             int(message.get("step", ANY)),
             int(message.get("chunk", ANY)),

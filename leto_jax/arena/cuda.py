@@ -102,6 +102,22 @@ def allocate(ordinal: int, nbytes: int) -> int:
         call("cuMemRelease", handle)
 
 
+@functools.cache
+def _primary_context(ordinal: int) -> Any:
+    """The context that JAX uses, held until the process ends."""
+    return call("cuDevicePrimaryCtxRetain", call("cuDeviceGet", ordinal))
+
+
+@contextlib.contextmanager
+def context(ordinal: int) -> Iterator[None]:
+    """Makes the context that JAX uses current in this thread, for calls that need one."""
+    call("cuCtxPushCurrent", _primary_context(ordinal))
+    try:
+        yield
+    finally:
+        call("cuCtxPopCurrent")
+
+
 class Mapping:
     """Descriptors mapped one after the other into the address space of this process, readable and writable by the device.
 
@@ -114,7 +130,6 @@ class Mapping:
 
     def __init__(self, ordinal: int, segments: Sequence[tuple[int, int]]):
         self.ordinal, self.nbytes = ordinal, sum(nbytes for _, nbytes in segments)
-        self._context = call("cuDevicePrimaryCtxRetain", call("cuDeviceGet", ordinal))
         self._mapped: list[tuple[int, int]] = []
         with self.current():
             self.address = int(call("cuMemAddressReserve", self.nbytes, 0, 0, 0))
@@ -133,14 +148,9 @@ class Mapping:
                 self._unmap()
                 raise
 
-    @contextlib.contextmanager
-    def current(self) -> Iterator[None]:
-        """Makes the context that JAX uses current in this thread, for calls that need one."""
-        call("cuCtxPushCurrent", self._context)
-        try:
-            yield
-        finally:
-            call("cuCtxPopCurrent")
+    def current(self) -> contextlib.AbstractContextManager[None]:
+        """`context` of the mapping's GPU."""
+        return context(self.ordinal)
 
     def read(self, offset: int, target: Any) -> None:
         """Copies device memory from `offset` into a NumPy array. Blocks; does not wait for what other streams still compute."""
@@ -169,7 +179,6 @@ class Mapping:
         """Unmaps. Nothing may use the addresses any more."""
         with self.current():
             self._unmap()
-        call("cuDevicePrimaryCtxRelease", call("cuDeviceGet", self.ordinal))
 
     def _unmap(self) -> None:
         for at, nbytes in self._mapped:

@@ -40,9 +40,10 @@ class InjectedFault(RuntimeError):
 
 
 class Injector:
-    """Looks for a request in the control words and carries it out when its phase, step and chunk are reached."""
+    """Looks for a request in the control words and carries it out when its phase, step and chunk are reached. gpu: of the trainer, if any."""
 
-    def __init__(self, control: Control | None, chunks: int):
+    def __init__(self, control: Control | None, chunks: int, gpu: int | None = None):
+        self._gpu = gpu
         # Between two marks unless a chunk is named: before the first mark nothing of the update is in place yet. One chunk has no between.
         self._control, self._between = control, range(min(1, chunks - 1), chunks)
 
@@ -64,17 +65,21 @@ class Injector:
         control[Word.INJECT_TAKEN] = sequence
         control[Word.INJECT_FIRED_STEP] = step
         control[Word.INJECT_FIRED_NS] = time.monotonic_ns()
-        fail(KINDS[control[Word.INJECT_KIND]], step)
+        fail(KINDS[control[Word.INJECT_KIND]], step, self._gpu)
 
 
-def fail(kind: FailureKind, step: int) -> None:
-    """Fails, here and now."""
+def fail(kind: FailureKind, step: int, gpu: int | None = None) -> None:
+    """Fails, here and now. On a GPU an endless loop is an endless kernel."""
     if kind in (FailureKind.SIGKILL, FailureKind.PAGE_LOSS, FailureKind.PAGE_CORRUPTION):
         os.kill(os.getpid(), signal.SIGKILL)
     elif kind is FailureKind.SIGSTOP:
         os.kill(os.getpid(), signal.SIGSTOP)
     elif kind is FailureKind.EXIT:
         os._exit(17)
+    elif gpu is not None and kind in (*GPU_ONLY, FailureKind.SPIN):
+        from leto_jax.shadow import gpu_faults
+
+        gpu_faults.run(kind.value, gpu)
     elif kind is FailureKind.SPIN:
         while True:
             pass

@@ -150,7 +150,7 @@ class Session:
             self._begin(executables.compile_all(lowered), private_arenas(self._job.layout, self._gpu), epoch=1)
             return
         self._control = self._member.control()
-        self._injector = Injector(self._control, len(self._job.layout.chunks))
+        self._injector = Injector(self._control, len(self._job.layout.chunks), self._gpu)
         identity = executables.identify(self._job, lowered)
         if self._process.role == "shadow":
             self._wait_as_shadow(lowered, identity)

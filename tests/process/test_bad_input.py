@@ -247,6 +247,7 @@ def test_jobs_that_are_there_or_not(jobs):
             1,
         ): "inject: the job did not come to a ready shadow in time; nothing was injected",
         ("inject", "--job", second, "--timeout-secs", 1): "inject: the job did not come to phase compute in time; nothing was injected",
+        ("inject", "--job", first, "--kind", "trap"): "--kind trap: needs a GPU, this job runs on the CPU",
         ("report", "nobody"): "journal: expected one at ",
     }
     two_at_a_time(lambda command: assert_refused(commands[command], *command), commands)
@@ -343,7 +344,6 @@ WRONG_VALUES = {
         "--kind",
         "flood",
     ): "--kind: expected one of sigkill, sigstop, exception, illegal_address, trap, spin, oom, page_loss, page_corruption, exit, found 'flood'",
-    ("inject", "--kind", "trap"): "--kind trap: needs a GPU, this job runs on the CPU",
     ("inject", "--phase", "sleep"): "--phase: expected one of compute, decide, update, commit, drain, takeover, body, found 'sleep'",
     ("inject", "--chunk", 1): "--chunk: goes with --phase update, found --phase compute",
     ("report", "a/b"): "a job name is 1 to 64 of the characters",
