@@ -39,7 +39,7 @@ def collect(kills: int, options: Mapping[str, object], environ: Mapping[str, str
     """
     job = f"bench-{uuid.uuid4().hex[:8]}"
     script = str(Path(__file__).with_name("train_lm.py"))
-    words = [word for name, value in options.items() for word in (f"--{name.replace('_', '-')}", str(value))]
+    words = command_line(options)
     command = [sys.executable, "-m", "leto_jax.cli", "run", "--job", job, script, *words, "--steps", "1000000"]
     with subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, env={**os.environ, **(environ or {})}) as process:
         try:
@@ -56,6 +56,15 @@ def collect(kills: int, options: Mapping[str, object], environ: Mapping[str, str
                 process.wait(20)
             process.kill()
     return report.summarise(_events(job))["takeovers"]
+
+
+def command_line(options: Mapping[str, object]) -> list[str]:
+    """Options as words of a command line; True stands for a flag."""
+    return [
+        word
+        for name, value in options.items()
+        for word in ([f"--{name.replace('_', '-')}"] if value is True else [f"--{name.replace('_', '-')}", str(value)])
+    ]
 
 
 def rows(found: Sequence[Mapping[str, Any]], **more: Any) -> list[dict[str, Any]]:

@@ -26,7 +26,7 @@ import leto_jax as leto  # noqa: E402
 
 
 def main(
-    directory: Path,
+    directory: Annotated[Path, typer.Option(help="Where the checkpoint lies.")],
     save: Annotated[bool, typer.Option("--save")] = False,
     device: str = "gpu",
     width: int = 320,
@@ -34,13 +34,14 @@ def main(
     heads: int = 5,
     context: int = 256,
     batch: int = 16,
+    scan: Annotated[bool, typer.Option("--scan")] = False,
     seed: int = 0,
 ) -> None:
     marks = {"import": time.monotonic_ns()}
     jax.config.update("jax_platforms", {"cpu": "cpu", "gpu": "cuda"}[device])
     jax.devices()
     marks["devices"] = time.monotonic_ns()
-    init, loss_fn = leto.flax.nnx(lambda rngs: train_lm.ByteLM(width, depth, heads, context, 0.1, rngs=rngs), train_lm.loss)
+    init, loss_fn = leto.flax.nnx(lambda rngs: train_lm.ByteLM(width, depth, heads, context, 0.1, rngs=rngs, scan=scan), train_lm.loss)
     tx, key = train_lm.optimizer(1000, 1e-3), jax.random.key(seed)
     batches = train_lm.windows(train_lm.read_corpus(), batch, context, seed)
 
@@ -48,14 +49,13 @@ def main(
         params, extras = init(key)
         return params, tx.init(params), extras
 
-    @jax.jit
-    def step(state, batch, key):
+    def one_step(state, batch, key):
         params, opt_state, extras = state
         (loss, (extras, _)), grads = jax.value_and_grad(loss_fn, has_aux=True)(params, extras, batch, key)
         updates, opt_state = tx.update(grads, opt_state, params)
         return (optax.apply_updates(params, updates), opt_state, extras), loss
 
-    step = jax.jit(step, donate_argnums=0)
+    step = jax.jit(one_step, donate_argnums=0)
     shapes = jax.eval_shape(make, key)
     compiled = step.lower(shapes, batches(1), key).compile()
     marks["compile"] = time.monotonic_ns()
@@ -93,9 +93,7 @@ def _plain(tree):
 
 
 def _typed(tree, like):
-    typed = lambda x, y: (
-        jax.random.wrap_key_data(x, impl=jax.random.key_impl(y)) if jax.dtypes.issubdtype(y.dtype, jax.dtypes.prng_key) else x
-    )
+    typed = lambda x, y: jax.random.wrap_key_data(x) if jax.dtypes.issubdtype(y.dtype, jax.dtypes.prng_key) else x
     return jax.tree.map(typed, tree, like)
 
 

@@ -25,6 +25,7 @@ import typer
 from _result import JsonOption, git_commit, write_result
 
 SIZES = {
+    "0": {"width": 64, "depth": 2, "heads": 2, "context": 64, "batch": 4},  # to try the script with --device cpu
     "0.1": {"width": 768, "depth": 14, "heads": 12, "context": 512, "batch": 16},
     "1": {"width": 2048, "depth": 21, "heads": 32, "context": 512, "batch": 8},
     "4": {"width": 4096, "depth": 20, "heads": 64, "context": 512, "batch": 4},
@@ -32,10 +33,10 @@ SIZES = {
 RESTART_SECS = 300.0
 
 
-def restarts(size: str, count: int, cache: str) -> list[dict[str, Any]]:
+def restarts(size: str, count: int, cache: str, device: str) -> list[dict[str, Any]]:
     """The anchor: saves once, then starts a fresh process `count` times. Returns what each printed."""
     script = str(Path(__file__).with_name("orbax_restart.py"))
-    options = [word for name, value in SIZES[size].items() for word in (f"--{name}", str(value))]
+    options = _takeovers.command_line({**SIZES[size], "scan": True, "device": device})
     environ = {
         **os.environ,
         "JAX_COMPILATION_CACHE_DIR": cache,
@@ -63,6 +64,7 @@ def main(
     kills: Annotated[int, typer.Option(min=1)] = 10,
     restart_count: Annotated[int, typer.Option("--restarts", min=0)] = 3,
     append: Annotated[Path | None, typer.Option(help="Result of an earlier call whose rows are kept.")] = None,
+    device: Annotated[str, typer.Option(help="gpu, or cpu to try the script with size 0.")] = "gpu",
     device_name: Annotated[str, typer.Option("--device-name")] = "NVIDIA H200",
     seed: int = 0,
     commit: Annotated[str | None, typer.Option(help="Commit to note, where there is no repository.")] = None,
@@ -76,13 +78,13 @@ def main(
             begin = time.monotonic()
             environ = {"XDG_STATE_HOME": directory}
             os.environ.update(environ)
-            taken = _takeovers.collect(kills, {**SIZES[size], "device": "gpu", "seed": seed, "log-every": 1000}, environ)
+            taken = _takeovers.collect(kills, {**SIZES[size], "device": device, "seed": seed, "log_every": 1000, "scan": True}, environ)
             found += [item | {"phase": f"{item['phase']}, {size}B"} for item in taken]
             plain = statistics.median(item["plain_step_secs"] for item in taken)
             rows += _takeovers.rows(taken, billions=float(size), plain_step_secs=plain)
             median = statistics.median(item["takeover_secs"] for item in taken)
             print(f"{size}B: takeover {median:.3f} s, plain step {plain:.3f} s; {time.monotonic() - begin:.0f} s", flush=True)
-            for item in restarts(size, restart_count, directory):
+            for item in restarts(size, restart_count, directory, device):
                 stages = {f"{name}_secs": value for name, value in item["stages"].items()}
                 rows.append({"part": "orbax", "billions": float(size), "restart_secs": item["restart_secs"], **stages})
                 print({key: round(value, 3) if isinstance(value, float) else value for key, value in rows[-1].items()}, flush=True)

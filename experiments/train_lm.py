@@ -52,18 +52,26 @@ class Block(nnx.Module):
 
 
 class ByteLM(nnx.Module):
-    """Decoder-only transformer over bytes; the embedding is also the output layer."""
+    """Decoder-only transformer over bytes; the embedding is also the output layer. scan: one stacked block, looped over by XLA, so that
+    compiling does not take longer the deeper it is."""
 
-    def __init__(self, width: int, depth: int, heads: int, context: int, dropout: float, *, rngs: nnx.Rngs):
+    def __init__(self, width: int, depth: int, heads: int, context: int, dropout: float, *, rngs: nnx.Rngs, scan: bool = False):
         normal = nnx.initializers.normal(0.02)
         self.embed = nnx.Embed(256, width, embedding_init=normal, rngs=rngs)
         self.position = nnx.Param(normal(rngs.params(), (context, width)))
-        self.blocks = nnx.List([Block(width, heads, dropout, rngs=rngs) for _ in range(depth)])
+        self.scan = scan
+        if scan:
+            stack = nnx.vmap(lambda rngs: Block(width, heads, dropout, rngs=rngs), in_axes=0, out_axes=0)
+            self.blocks = nnx.split_rngs(splits=depth)(stack)(rngs)
+        else:
+            self.blocks = nnx.List([Block(width, heads, dropout, rngs=rngs) for _ in range(depth)])
         self.norm = nnx.LayerNorm(width, rngs=rngs)
 
     def __call__(self, tokens: jax.Array) -> jax.Array:
         x = self.embed(tokens) + self.position[...]
-        for block in self.blocks:
+        if self.scan:
+            x = nnx.scan(lambda x, block: block(x), in_axes=(nnx.Carry, 0), out_axes=nnx.Carry)(x, self.blocks)
+        for block in () if self.scan else self.blocks:
             x = block(x)
         return self.embed.attend(self.norm(x))
 
@@ -113,6 +121,7 @@ def main(
     dropout: Annotated[float, typer.Option(min=0.0, max=0.9, help="Dropout rate.")] = 0.1,
     seed: Annotated[int, typer.Option(min=0, help="Seed of initial values, dropout and batches.")] = 0,
     device: Annotated[str, typer.Option(help="cpu or gpu.")] = "cpu",
+    scan: Annotated[bool, typer.Option("--scan", help="Stack the blocks and loop over them: compiles in seconds at any depth.")] = False,
     log_every: Annotated[int, typer.Option(min=1, help="Steps between printed losses.")] = 1,
     eval_every: Annotated[int, typer.Option(min=0, help="Steps between evaluations on held-out text; 0: none.")] = 0,
     sleep_secs: Annotated[float, typer.Option(min=0.0, help="Pause after each step, for demonstrations.")] = 0.0,
@@ -129,7 +138,7 @@ def main(
 
     corpus = read_corpus()
     train, held_out = corpus[:-HELD_OUT_BYTES], corpus[-HELD_OUT_BYTES:]
-    init, loss_fn = leto.flax.nnx(lambda rngs: ByteLM(width, depth, heads, context, dropout, rngs=rngs), loss)
+    init, loss_fn = leto.flax.nnx(lambda rngs: ByteLM(width, depth, heads, context, dropout, rngs=rngs, scan=scan), loss)
     step = leto.TrainStep(loss_fn, optimizer(steps, rate))
 
     @jax.jit

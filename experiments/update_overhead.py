@@ -205,7 +205,9 @@ def measure_update(
 def measure_iteration(width: int, depth: int, micro: int, rounds: int, seed: int, how: Protection) -> list[dict[str, Any]]:
     key, tx = jax.random.key(seed), train_lm.optimizer(1000, 1e-4)
     context = min(CONTEXT, 16 * width)
-    init, one_loss = leto.flax.nnx(lambda rngs: train_lm.ByteLM(width, depth, max(1, width // 64), context, 0.0, rngs=rngs), train_lm.loss)
+    init, one_loss = leto.flax.nnx(
+        lambda rngs: train_lm.ByteLM(width, depth, max(1, width // 64), context, 0.0, rngs=rngs, scan=True), train_lm.loss
+    )
     batch = np.random.default_rng(seed).integers(0, 256, (micro, 4, context + 1), np.uint8)
 
     def loss_fn(params, extras, batch, key):

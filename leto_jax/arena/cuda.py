@@ -10,7 +10,7 @@ import contextlib
 import functools
 import json
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -151,6 +151,32 @@ class Mapping:
     def current(self) -> contextlib.AbstractContextManager[None]:
         """`context` of the mapping's GPU."""
         return context(self.ordinal)
+
+    @property
+    def sizes(self) -> list[int]:
+        """Bytes of each segment."""
+        return [nbytes for _, nbytes in self._mapped]
+
+    def renew(self, number: int, fd: int, good: Sequence[tuple[int, int]], confirm: Callable[[], None]) -> None:
+        """Maps the memory behind `fd` in the place of segment `number`, once the `good` ranges (offset, bytes) are copied there, the rest zero.
+
+        confirm: called when the copy is complete and before any address changes.
+        """
+        at, nbytes = self._mapped[number]
+        beside = Mapping(self.ordinal, [(fd, nbytes)])
+        try:
+            beside.clear(0, nbytes)
+            for offset, size in good:
+                beside.copy(offset, at + offset, size)
+            confirm()
+            with self.current():
+                call("cuMemUnmap", at, nbytes)
+                handle = call("cuMemImportFromShareableHandle", fd, _descriptor_type())
+                call("cuMemMap", at, nbytes, 0, handle, 0)
+                call("cuMemRelease", handle)
+                call("cuMemSetAccess", at, nbytes, [_access(self.ordinal)], 1)
+        finally:
+            beside.close()
 
     def read(self, offset: int, target: Any) -> None:
         """Copies device memory from `offset` into a NumPy array. Blocks; does not wait for what other streams still compute."""

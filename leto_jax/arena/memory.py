@@ -11,6 +11,7 @@ import abc
 import ctypes
 import mmap
 import os
+from collections.abc import Sequence
 
 import numpy as np
 
@@ -67,6 +68,9 @@ class Arena(abc.ABC):
     def record(self, offset: int, kind: records.Kind) -> records.Record | None:
         """The valid record of `kind` at `offset`, or None."""
         return records.unpack(self.view(offset, records.BYTES).tobytes(), kind)
+
+    def renew(self, lost: Sequence[tuple[int, int]]) -> None:  # noqa: B027 (most memory cannot be replaced)
+        """Puts new memory under the lost bytes (offset, nbytes), where that can be done; what is not lost stays. They are zero then."""
 
     @abc.abstractmethod
     def damage(self, offset: int, data: np.ndarray) -> None:

@@ -7,13 +7,18 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from typing import TYPE_CHECKING
 
 from leto_jax.arena import metadata
 from leto_jax.arena.memory import Arena, HostArena
 from leto_jax.arena.metadata import HostMetadata
 from leto_jax.layout import Layout
+
+if TYPE_CHECKING:
+    from leto_jax.arena.device import Renewal
 
 # (name, bytes, GPU or None for host memory) -> an open descriptor, which stays the caller's
 type Opener = Callable[[str, int, int | None], int]
@@ -49,8 +54,8 @@ def segment_names(rank: int, nbytes: int, gpu: int) -> list[tuple[str, int]]:
     return [(f"{arena_names(rank)[0]}.{number:03}", size) for number, size in enumerate(sizes)]
 
 
-def map_arenas(layout: Layout, rank: int, descriptor: Opener, gpu: int | None = None) -> Arenas:
-    """Maps a rank's arenas. gpu: ordinal of the rank's GPU, None on the CPU backend."""
+def map_arenas(layout: Layout, rank: int, descriptor: Opener, gpu: int | None = None, renewal: Renewal | None = None) -> Arenas:
+    """Maps a rank's arenas. gpu: ordinal of the rank's GPU, None on the CPU backend. renewal: for lost memory of the GPU."""
     device, host, meta = arena_names(rank)
     state: Arena
     if gpu is None:
@@ -59,7 +64,7 @@ def map_arenas(layout: Layout, rank: int, descriptor: Opener, gpu: int | None = 
         from leto_jax.arena.device import DeviceArena
 
         segments = [(descriptor(name, nbytes, gpu), nbytes) for name, nbytes in segment_names(rank, layout.device_bytes, gpu)]
-        state = DeviceArena(gpu, segments, layout.device_bytes, device)
+        state = DeviceArena(gpu, segments, layout.device_bytes, device, renewal)
     return Arenas(
         state,
         HostArena(descriptor(host, layout.host_bytes, None), layout.host_bytes, host),
@@ -76,7 +81,7 @@ def private_arenas(layout: Layout, gpu: int | None = None) -> Arenas:
             opened.callback(os.close, fd)
             return fd
 
-        return map_arenas(layout, 0, make, gpu)
+        return map_arenas(layout, 0, make, gpu, None if gpu is None else functools.partial(_private_segment, gpu))
 
 
 def scratch_arenas(layout: Layout, gpu: int | None = None) -> Arenas:
@@ -108,6 +113,15 @@ def scratch_arenas(layout: Layout, gpu: int | None = None) -> Arenas:
             HostArena(host, layout.host_bytes, "host"),
             HostArena(meta, metadata.BYTES, "metadata"),
         )
+
+
+@contextlib.contextmanager
+def _private_segment(gpu: int, number: int, nbytes: int) -> Iterator[tuple[int, Callable[[], None]]]:
+    fd = _gpu_memory(gpu, nbytes)
+    try:
+        yield fd, lambda: None  # nobody else knows of it
+    finally:
+        os.close(fd)
 
 
 def _host_memory(name: str, nbytes: int) -> int:

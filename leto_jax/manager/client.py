@@ -111,7 +111,8 @@ class Kept(NamedTuple):
 
 
 class Event(NamedTuple):
-    """What a subscription was told: `descriptor` (new, or a blob replaced), `lease` (pid holds the arena), `orphan` (pid died)."""
+    """What a subscription was told: `descriptor` (new, or replaced), `lease` (pid holds the arena), `orphan` (pid died), `gone` (its memory
+    has another name now)."""
 
     kind: str
     name: str
@@ -252,10 +253,13 @@ class Subscription:
         if kind == "lease" and known is not None:
             known.holder = _holder_of(message)
             return Event(kind, name, known.holder.pid if known.holder is not None else None)
+        if kind == "gone" and known is not None:
+            self.descriptors.pop(name).close()
+            return Event(kind, name, None)
         if kind == "orphan" and known is not None:
             known.holder = None
             return Event(kind, name, int(message["pid"]))
-        raise ProtocolError(f"expected an event descriptor, lease or orphan of a known name, found {message}")
+        raise ProtocolError(f"expected an event descriptor, lease, orphan or gone of a known name, found {message}")
 
     def close(self, descriptors: bool = True) -> None:
         """Ends the subscription; keeps the duplicates open if `descriptors` is false (they are the caller's then)."""
@@ -374,6 +378,13 @@ class ManagerClient:
         """
         orphaned_by = self._request({"op": "lease", "name": name})["orphaned_by"]
         return None if orphaned_by is None else int(orphaned_by)
+
+    def replace(self, name: str, by: str) -> None:
+        """Puts the memory of arena `by` in the place of `name`'s, under its name and lease. For its writer; both are of one kind and size.
+
+        *Crash*: the old memory has the name, or the new one; nobody is left with neither.
+        """
+        self._request({"op": "replace", "name": name, "by": by})
 
     def put_blob(self, name: str, data: bytes | bytearray | memoryview) -> str:
         """Keeps a copy of `data` under `name`, replacing what was there at once; returns its SHA-256.

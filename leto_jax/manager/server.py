@@ -96,6 +96,7 @@ class Server:
             "reserve": self._op_reserve,
             "open": self._op_open,
             "lease": self._op_lease,
+            "replace": self._op_replace,
             "put_blob": self._op_put_blob,
             "get_blob": self._op_get_blob,
             "list": self._op_list,
@@ -430,6 +431,19 @@ class Server:
         before = self._hold(name, connection.identity, connection.pidfd, connection.label)
         yield from self._tell({"event": "lease", "name": name, "holder": connection.identity._asdict()})
         return {"ok": True, "name": name, "orphaned_by": before.orphaned_by}, ()
+
+    def _op_replace(self, connection: Connection, request: protocol.Message, fds: Sequence[int]) -> Steps:
+        self._expect_member(connection, request)
+        name, by = _text(request, "name"), _text(request, "by")
+        if self._store.get_arena(name).holder != connection.identity:
+            raise JobError(f"only the writer of {name!r} may replace its memory, {connection.label} is not: lease it first")
+        return self._replace(name, by)
+
+    def _replace(self, name: str, by: str) -> Steps:
+        entry = self._store.replace(name, by)
+        yield from self._tell({"event": "descriptor", **entry.describe()}, (entry.fd,))
+        yield from self._tell({"event": "gone", "name": by})
+        return {"ok": True, **entry.describe()}, ()
 
     def _op_put_blob(self, connection: Connection, request: protocol.Message, fds: Sequence[int]) -> Steps:
         if connection.identity not in self._holders:

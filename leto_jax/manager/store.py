@@ -136,6 +136,21 @@ class Store:
         if before is not None and before.fd != entry.fd:
             os.close(before.fd)
 
+    def replace(self, name: str, by: str) -> Entry:
+        """The arena `by` takes the name and the lease of `name`, whose descriptor is closed. Returns the entry as it is now.
+
+        Raises UsageError if they are not of one kind and size.
+        """
+        old, new = self.get_arena(name), self.get_arena(by)
+        if (old.kind, old.nbytes) != (new.kind, new.nbytes) or name == by:
+            raise UsageError(
+                f"{name!r} is {old.kind} of {old.nbytes} bytes, {by!r} is {new.kind} of {new.nbytes}: expected two arenas of one kind and size"
+            )
+        del self._entries[by]
+        self._entries[name] = dataclasses.replace(new, name=name, holder=old.holder, orphaned_by=old.orphaned_by)
+        os.close(old.fd)
+        return self._entries[name]
+
     def lease(self, name: str, holder: ProcessId) -> Entry:
         """Makes `holder` the one writer of an arena; returns the entry as it was. The caller has checked that no other holder lives."""
         entry = self.get_arena(name)

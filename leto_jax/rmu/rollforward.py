@@ -51,6 +51,7 @@ def recover(
     """
     transaction.at(Phase.TAKEOVER, 0, -1)
     with stage("verify"):
+        retained.device.renew([(item.offset, item.nbytes) for item in retained.metadata.lost() if item.arena == "device"])
         picture = retained.picture(transaction.gradient_sums)
         plan = recovery.plan(gather(picture), retained.layout.order)
         if plan.action is Action.FILL:

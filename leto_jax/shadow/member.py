@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
+import functools
 import os
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 from leto_jax import errors
 from leto_jax.arena.control import Control
-from leto_jax.arena.rank import Arenas, arena_names, map_arenas
+from leto_jax.arena.rank import Arenas, arena_names, map_arenas, segment_names
 from leto_jax.config import Process
 from leto_jax.layout import Layout
 from leto_jax.manager import protocol
@@ -82,10 +84,20 @@ class Member:
             return opened[-1].fd
 
         try:
-            return map_arenas(layout, self.process.rank, descriptor, gpu)
+            return map_arenas(
+                layout, self.process.rank, descriptor, gpu, None if gpu is None else functools.partial(self._renew, layout, gpu)
+            )
         finally:
             for item in opened:
                 item.close()
+
+    @contextlib.contextmanager
+    def _renew(self, layout: Layout, gpu: int, number: int, nbytes: int) -> Iterator[tuple[int, Callable[[], None]]]:
+        """New memory for a segment of this rank's device arena (`arena.device.Renewal`)."""
+        name = segment_names(self.process.rank, layout.device_bytes, gpu)[number][0]
+        spare = f"{name}.spare"
+        with self._ask(lambda: self.manager.reserve(spare, nbytes, gpu_kind(gpu))) as item:
+            yield item.fd, lambda: self._ask(lambda: self.manager.replace(name, spare))
 
     def lease(self) -> None:
         """The lease on this rank's metadata, which a first incarnation needs before it may publish anything."""

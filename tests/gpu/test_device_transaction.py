@@ -279,9 +279,12 @@ def test_pages_that_are_damaged_with_a_crash_between_marks(name, told):
         if told:
             arenas.metadata.add_lost(LostRange("device", offset, piece.page_bytes))
         arenas.device.damage(offset, np.random.default_rng(index).integers(0, 256, piece.page_bytes, np.uint8))
+    address = arenas.device.address
     life = Life(name, arenas)
     recovered = life.attach()
     assert (recovered.commit, recovered.repaired_pages) == (3, 2)
+    assert arenas.device.address == address
+    assert not arenas.metadata.lost()
     life.train(STEPS)
     life.transaction.wait_drained()
     life.check_guards()

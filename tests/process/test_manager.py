@@ -405,6 +405,32 @@ def test_damaged_blobs_are_refused_and_the_old_one_stays(start, tmp_path):
 # The agent's duplicates, and the death of the manager.
 
 
+def test_memory_that_takes_the_place_of_another(start):
+    start.manager()
+    with start.client("agent") as agent, agent.subscribe() as subscription, start.client() as trainer, start.client() as other:
+        for name, nbytes in (("a", 8192), ("a.spare", 8192), ("b", 4096)):
+            trainer.reserve(name, nbytes).close()
+        with pytest.raises(JobError, match=r"only the writer of 'a' may replace its memory, .* is not: lease it first"):
+            trainer.replace("a", "a.spare")
+        trainer.lease("a")
+        with pytest.raises(UsageError, match="'a' is arena of 8192 bytes, 'b' is arena of 4096: expected two arenas of one kind and size"):
+            trainer.replace("a", "b")
+        with pytest.raises(UsageError, match="expected two arenas of one kind and size"):
+            trainer.replace("a", "a")
+        with pytest.raises(JobError, match="nothing is kept under the name 'c'"):
+            trainer.replace("a", "c")
+        with trainer.open("a.spare") as spare:
+            trainer.replace("a", "a.spare")
+            subscription.poll()
+            assert sorted(subscription.descriptors) == ["a", "b"]
+            for found in (other.open("a"), subscription.descriptors["a"].duplicate()):
+                with found:
+                    assert os.path.samestat(os.fstat(found.fd), os.fstat(spare.fd))
+                    assert found.holder is not None
+                    assert found.holder.pid == os.getpid()
+        assert [kept.name for kept in trainer.list()] == ["a", "b"]
+
+
 def test_a_duplicate_is_with_the_agent_before_the_asker_has_its_answer(start):
     manager = start.manager()
     with start.client("agent") as agent, agent.subscribe() as subscription:
