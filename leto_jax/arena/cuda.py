@@ -118,6 +118,13 @@ def context(ordinal: int) -> Iterator[None]:
         call("cuCtxPopCurrent")
 
 
+def memory(ordinal: int) -> tuple[int, int]:
+    """(free, total) bytes of a GPU as this process sees it. Needs, hence makes, a context."""
+    with context(ordinal):
+        free, total = call("cuMemGetInfo")
+    return int(free), int(total)
+
+
 class Mapping:
     """Descriptors mapped one after the other into the address space of this process, readable and writable by the device.
 

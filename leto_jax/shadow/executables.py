@@ -9,6 +9,7 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import json
+import math
 import os
 import struct
 from collections.abc import Callable, Mapping
@@ -110,6 +111,20 @@ def compile_all(lowered: Mapping[str, jax.stages.Lowered], to_pack: bool = False
     finally:
         jax.config.update("jax_enable_compilation_cache", enabled)
         compilation_cache.reset_cache()
+
+
+def check_in_place(job: Job, compiled: Mapping[str, jax.stages.Compiled]) -> None:
+    """Raises LayoutError if XLA has not aliased every place of a program with an output: then it would keep a second copy, or abort."""
+    for name, program in job.programs.items():
+        if program.places is None:
+            continue
+        wanted = sum(math.prod(x.shape) * x.dtype.itemsize for x in jax.tree_util.tree_leaves(program.arguments[program.places]))
+        analysis = compiled[name].memory_analysis()
+        if analysis is not None and analysis.alias_size_in_bytes < wanted:
+            raise errors.LayoutError(
+                f"program {name!r}: expected {wanted} bytes of its outputs at their places, XLA has aliased {analysis.alias_size_in_bytes}; "
+                "please report this with the versions of jax and of the driver"
+            )
 
 
 def pack(compiled: Mapping[str, jax.stages.Compiled]) -> bytes:

@@ -29,7 +29,7 @@ from leto_jax.rmu.retained import Retained
 from leto_jax.shadow import executables, prewarm
 from leto_jax.shadow.inject import Injector
 from leto_jax.shadow.member import Member, Promotion
-from leto_jax.train import data
+from leto_jax.train import budget, data
 from leto_jax.train.digest import state_digest
 from leto_jax.train.ring import Ring
 from leto_jax.train.state import State, user_tree
@@ -147,7 +147,8 @@ class Session:
                 flush=True,
             )
             self._injector = Injector(None, len(self._job.layout.chunks))
-            self._begin(executables.compile_all(lowered), private_arenas(self._job.layout, self._gpu), epoch=1)
+            compiled = self._compile(lowered)
+            self._begin(compiled, private_arenas(self._job.layout, self._gpu), epoch=1)
             return
         self._control = self._member.control()
         self._injector = Injector(self._control, len(self._job.layout.chunks), self._gpu)
@@ -160,6 +161,14 @@ class Session:
             arenas = self._member.take_arenas(self._job.layout, self._gpu)
             self._begin(run, arenas, arenas.metadata.epoch)
 
+    def _compile(self, lowered, to_pack: bool = False) -> Mapping[str, Any]:
+        """Compiled programs, once it is known that they write where they should and that there is memory for all of it."""
+        compiled = executables.compile_all(lowered, to_pack)
+        if self._gpu is not None:
+            executables.check_in_place(self._job, compiled)
+            budget.check(self._job.layout, compiled, self._gpu)
+        return compiled
+
     def _compile_or_load(self, lowered, identity: executables.Identity) -> Mapping[str, Callable]:
         """As trainer: executables from the job if it has any, else compiled here and published."""
         member = self._member
@@ -167,7 +176,7 @@ class Session:
         found = member.published()
         if found is None:
             member.event("compiling", programs=len(lowered))
-            compiled = executables.compile_all(lowered, to_pack=True)
+            compiled = self._compile(lowered, to_pack=True)
             blob = executables.pack(compiled)
             member.lease()
             member.publish(identity.to_bytes(), blob)
