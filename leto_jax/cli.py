@@ -58,6 +58,12 @@ def run(
     deterministic: Annotated[
         bool, typer.Option("--deterministic", help="Set XLA flags that make GPU programs repeatable; CPU programs are.")
     ] = False,
+    resume: Annotated[
+        Path | None, typer.Option("--resume", help="Directory of checkpoints whose newest good one a fresh state starts from.")
+    ] = None,
+    checkpoint_dir: Annotated[
+        Path | None, typer.Option("--checkpoint-dir", help="On SIGTERM: finish the step, write a checkpoint here, exit with code 5.")
+    ] = None,
     plan: Annotated[bool, typer.Option("--plan", help="Print the memory plan and stop before anything is allocated.")] = False,
     debug: Annotated[bool, typer.Option("--debug", help="No shadow, no watchdog; the terminal belongs to the script.")] = False,
     orphan_timeout_secs: Annotated[
@@ -98,17 +104,23 @@ def run(
     if not path.is_file():
         raise errors.UsageError(f"script: expected a Python file, found nothing at {script!r}")
     name = runtime.check_job_name(job or f"{path.stem[:40]}-{uuid.uuid4().hex[:6]}")
+    if resume is not None and not resume.is_dir():
+        raise errors.UsageError(
+            f"--resume: expected a directory of checkpoints, found {'a file' if resume.exists() else 'nothing'} at {resume}"
+        )
     if plan:
         sys.exit(_plan(str(path), context.args, name))
     settings = Settings(
         job=name,
-        script=str(path),
+        script=str(path.absolute()),
         arguments=tuple(context.args),
         job_dir=state_root() / name,
         shadow=shadow_level != "0" and not debug,
         limits=Limits(max_restarts, max_restarts_without_progress),
         deadlines=Deadlines(orphan_timeout=orphan_timeout_secs, body=body_timeout_secs, hang_floor=hang_floor_secs, init=init_timeout_secs),
         debug=debug,
+        resume=str(resume.absolute()) if resume else "",
+        checkpoint_dir=str(checkpoint_dir.absolute()) if checkpoint_dir else "",
     )
     print(f"leto: job {name}, journal {settings.job_dir / 'journal.jsonl'}", file=sys.stderr, flush=True)
     sys.exit(Agent(settings, repeatable(os.environ) if deterministic else os.environ).run())
@@ -210,6 +222,21 @@ def inject(
     message = {"op": "inject", "kind": kind, "phase": phase, "step": -1 if step is None else step, "chunk": -1 if chunk is None else chunk}
     reply = client.ask(name, {**message, "when_ready": when_ready, "deadline_secs": timeout_secs}, timeout_secs + 5)
     print(jsonlib.dumps({"job": name, **reply}) if json else f"{kind} fired in job {name} at step {reply['fired_step']}")
+
+
+@app.command()
+def checkpoint(
+    directory: Annotated[Path, typer.Argument(help="Where the checkpoint goes; made if it is not there.")],
+    job: Job = None,
+    timeout_secs: Annotated[float, typer.Option("--timeout-secs", help="How long to wait until it is written.")] = 600.0,
+    json: AsJson = False,
+) -> None:
+    """Writes the retained state as an Orbax checkpoint: of a running job between two steps, of one whose processes are dead after rolling
+    it forward. The state stays where it is."""
+    from leto_jax.agent import client, saving
+
+    found = saving.checkpoint(client.find_job(job), str(directory.absolute()), timeout_secs)
+    print(jsonlib.dumps(found) if json else f"step {found['step']} of job {found['job']} is in {found['path']}")
 
 
 @app.command()

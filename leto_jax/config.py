@@ -76,13 +76,15 @@ class Deadlines:
     reap: float = 10.0
     inject_wait: float = 60.0
     orphan_timeout: float = 3600.0
+    preempt: float = 600.0
 
 
 @dataclasses.dataclass(frozen=True)
 class Process:
     """What a trainer or shadow learns from the agent that started it. The one place where `LETO_*` variables are read.
 
-    role: 'trainer', 'shadow', or 'plan' (prints the memory plan at its session and ends).
+    role: 'trainer', 'shadow', or 'plan' (prints the memory plan at its session and ends). resume: directory of checkpoints to start from, ''
+    for none.
     """
 
     job: str
@@ -91,6 +93,7 @@ class Process:
     socket: Path
     incarnation: int
     job_dir: Path
+    resume: str = ""
 
     @staticmethod
     def from_environ(environ: Mapping[str, str] = os.environ) -> Process | None:
@@ -116,6 +119,7 @@ class Process:
             socket=Path(found["LETO_SOCKET"]),
             incarnation=int(found["LETO_INCARNATION"]),
             job_dir=Path(found["LETO_JOB_DIR"]),
+            resume=environ.get("LETO_RESUME", ""),
         )
 
     def environ(self) -> dict[str, str]:
@@ -127,6 +131,7 @@ class Process:
             "LETO_SOCKET": str(self.socket),
             "LETO_INCARNATION": str(self.incarnation),
             "LETO_JOB_DIR": str(self.job_dir),
+            "LETO_RESUME": self.resume,
         }
 
 

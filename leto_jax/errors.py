@@ -62,3 +62,7 @@ class IdentityError(LetoError, RuntimeError):
 
 class DeviceError(LetoError, RuntimeError):
     """A GPU, its driver, or what is installed for it cannot do what is needed."""
+
+
+class CheckpointError(LetoError, OSError):
+    """A checkpoint cannot be written, or none can be read."""

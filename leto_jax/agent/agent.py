@@ -36,6 +36,7 @@ from leto_jax.agent.door import Door
 from leto_jax.agent.injection import DAMAGE, Injection
 from leto_jax.agent.policy import Action, Failure, Kind, Limits
 from leto_jax.agent.processes import LOW, Child, become_subreaper, new_token, reap_orphans, set_priority, spawn, state_letter
+from leto_jax.agent.saving import Saving
 from leto_jax.arena import control as controls
 from leto_jax.arena import damage, metadata
 from leto_jax.arena.control import Control, Word
@@ -77,6 +78,9 @@ class Settings:
     limits: Limits = dataclasses.field(default_factory=Limits)
     deadlines: Deadlines = dataclasses.field(default_factory=Deadlines)
     debug: bool = False
+    resume: str = ""  # directory of checkpoints that a fresh state comes from
+    checkpoint_dir: str = ""  # where the state goes on SIGTERM
+    only_checkpoint: str = ""  # attach, write the retained state here, and leave it kept
 
 
 @dataclasses.dataclass
@@ -122,6 +126,7 @@ class Agent:
         self._published = False
         self._done_event: dict[str, Any] | None = None
         self._interrupts = 0
+        self._preempted = self._preempt_asked = False
         self._manager_process: subprocess.Popen | None = None
         self._door: Door | None = None
         self._look_at = 0.0
@@ -141,6 +146,10 @@ class Agent:
                 client.remove_job_dir(self._directory, [AGENT_SOCKET])
             raise
         try:
+            if self.settings.only_checkpoint:
+                if not self._retained:
+                    raise errors.JobError(f"job {self.settings.job!r} has no retained state: there is nothing to write")
+                self._saving.ask(self.settings.only_checkpoint, self.settings.deadlines.init, last=True)
             self._start_trainer("first" if not self._attached else "attach")
             while self._exit is None:
                 self._turn()
@@ -189,6 +198,7 @@ class Agent:
         self._control[Word.STEPS_DONE] = 0
         self._control[Word.PID] = 0
         self._injection = Injection(self._control, self.journal, self.settings.deadlines)
+        self._saving = Saving(self._control, directory)
         self._write_run_file("running")
         self.journal.write("start", job=job, script=self.settings.script, arguments=list(self.settings.arguments), attached=self._attached)
 
@@ -200,6 +210,13 @@ class Agent:
         self._watch()
         in_loop = self._trainer is not None and self._control[Word.PID] == self._trainer.pid and self._control[Word.STEPS_DONE] > 0
         self._injection.serve(in_loop, self._shadow is not None and self._shadow.ready)
+        if self._preempted and not self._preempt_asked:
+            self._preempt_asked = True
+            self._say(f"SIGTERM: finishing the step, then a checkpoint in {self.settings.checkpoint_dir}")
+            self._saving.refuse(errors.JobError("checkpoint: the job was told to end"))
+            self._saving.ask(self.settings.checkpoint_dir, self.settings.deadlines.preempt, last=True)
+        if self._saving.late() and (self._preempted or self.settings.only_checkpoint):
+            self._finish(policy.GAVE_UP, "the checkpoint was not written in time")
         if time.monotonic() >= self._shadow_due:
             self._start_shadow()
         if self._subscription.lost and time.monotonic() >= self._manager_due:
@@ -226,6 +243,7 @@ class Agent:
             if child is not None:
                 self._fence(child)
         self._injection.refuse(errors.JobError(f"the job ended: {reason}"))
+        self._saving.refuse(errors.JobError(f"the job ended: {reason}"))
         self.journal.write("finish", code=code, reason=reason)
         self._write_run_file("kept" if keep else "ended")
         with contextlib.suppress(KeyError, ValueError):
@@ -262,6 +280,9 @@ class Agent:
 
     def _interrupted(self, number: int, frame: Any) -> None:
         self._interrupts += 1
+        if number == signal.SIGTERM and self.settings.checkpoint_dir and not self._preempted and self._trainer is not None:
+            self._preempted = True
+            return
         self._finish(128 + number, f"{signal.Signals(number).name}")
         if self._interrupts == 1:
             self._say(f"{signal.Signals(number).name}: stopping")
@@ -274,7 +295,8 @@ class Agent:
         # Registered before it exists: there is no moment at which the agent's death leaves it behind.
         self._register_children(token)
         self._write_run_file("running", token)
-        process = Process(self.settings.job, role, 0, self._directory / runtime.SOCKET_NAME, self._incarnation, self.settings.job_dir)
+        socket_path = self._directory / runtime.SOCKET_NAME
+        process = Process(self.settings.job, role, 0, socket_path, self._incarnation, self.settings.job_dir, self.settings.resume)
         stdin = None if self.settings.debug else subprocess.DEVNULL
         child = spawn(process, token, [self.settings.script, *self.settings.arguments], self._environ, stdin)
         self._selector.register(child.pidfd, selectors.EVENT_READ, lambda: self._died(child))
@@ -677,14 +699,17 @@ class Agent:
         elif op == "inject":
             on_gpu = any(gpu_of(item.kind) is not None for item in self._subscription.descriptors.values())
             self._injection.ask(sock, message, on_gpu)
+        elif op == "checkpoint":
+            self._saving.ask(str(message["directory"]), float(message["deadline_secs"]), sock)
         elif op == "stop":
             protocol.send(sock, {"ok": True}, deadline=time.monotonic() + REPLY_SECS)
             self._finish(0, "leto stop")
         else:
-            raise errors.ProtocolError(f"agent: expected hello, event, status, inject or stop, found {op!r}")
+            raise errors.ProtocolError(f"agent: expected hello, event, status, inject, checkpoint or stop, found {op!r}")
 
     def _hung_up(self, sock: socket.socket) -> None:
         self._injection.gone(sock)
+        self._saving.gone(sock)
 
     @property
     def _open_door(self) -> Door:
@@ -721,11 +746,25 @@ class Agent:
             else:
                 self._takeover_done(child, message)
             self._shadow_due = time.monotonic()
+        elif name == "checkpoint":
+            self._checkpointed(child, message)
         elif name == "stopped":
             self.journal.write("stopped", **who, reason=str(message["reason"]))
         elif name == "done":
             self._done_event = dict(message)
             self.journal.write("done", **who, commit=message["commit"], loss=message["loss"], digest=message["digest"])
+
+    def _checkpointed(self, child: Child, message: Mapping[str, Any]) -> None:
+        problem, commit, path = str(message["error"]), int(message["commit"]), str(message["path"])
+        self.journal.write(
+            "checkpoint", rank=0, incarnation=child.incarnation, commit=commit, path=path, secs=float(message["secs"]), error=problem
+        )
+        self._say(f"no checkpoint: {problem}" if problem else f"checkpoint of step {commit} in {path}")
+        self._saving.done(message)
+        if self.settings.only_checkpoint or (self._preempted and problem):  # what could not be written stays in memory
+            self._finish(policy.GAVE_UP, problem or f"step {commit} is in {path}")
+        elif self._preempted:
+            self._finish(policy.PREEMPTED, f"SIGTERM: step {commit} is in {path}")
 
     def _takeover_done(self, child: Child, message: Mapping[str, Any]) -> None:
         pending, self._pending = self._pending, None

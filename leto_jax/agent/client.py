@@ -11,10 +11,10 @@ from typing import Any
 
 from leto_jax import errors
 from leto_jax.manager import protocol, runtime
-from leto_jax.shadow.member import AGENT_SOCKET
+from leto_jax.shadow.member import AGENT_SOCKET, CHECKPOINT_FILE
 
 RUN_FILE = "run.json"
-JOB_FILES = (RUN_FILE, AGENT_SOCKET, runtime.LOG_NAME, runtime.SOCKET_NAME, runtime.LOCK_NAME)
+JOB_FILES = (RUN_FILE, AGENT_SOCKET, CHECKPOINT_FILE, runtime.LOG_NAME, runtime.SOCKET_NAME, runtime.LOCK_NAME)
 _RETRY_SECS = 0.02
 
 

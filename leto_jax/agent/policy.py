@@ -11,6 +11,7 @@ from leto_jax.config import Deadlines
 from leto_jax.faults import Phase
 
 GAVE_UP = 3
+PREEMPTED = 5
 USAGE = 2
 
 

@@ -40,6 +40,7 @@ class Word(enum.IntEnum):
     INJECT_FIRED_NS = enum.auto()
     INJECT_FIRED_STEP = enum.auto()
     STEP_NS_TOTAL = enum.auto()  # time inside successful steps of this incarnation
+    CHECKPOINT_TAKEN = enum.auto()
     STALE_NS_TOTAL = enum.auto()  # time in which the host parity was behind
     # written by the agent; the sequence last
     INJECT_KIND = enum.auto()
@@ -47,6 +48,7 @@ class Word(enum.IntEnum):
     INJECT_STEP = enum.auto()
     INJECT_CHUNK = enum.auto()
     INJECT_SEQUENCE = enum.auto()
+    CHECKPOINT_ASKED = enum.auto()  # number of the request whose file is in the runtime directory
 
 
 class Control:
@@ -66,7 +68,7 @@ class Control:
         """A trainer begins to write: clears what its predecessor left, but for the commit (the state is still of that step) and for a
         request that has not fired yet (it is now for this trainer)."""
         for word in Word:
-            if Word.PID <= word <= Word.STALE_NS_TOTAL and word not in (Word.COMMIT, Word.INJECT_TAKEN):
+            if Word.PID <= word <= Word.STALE_NS_TOTAL and word not in (Word.COMMIT, Word.INJECT_TAKEN, Word.CHECKPOINT_TAKEN):
                 self[word] = 0
         self[Word.STEPS] = steps
         self[Word.INCARNATION] = incarnation

@@ -31,6 +31,7 @@ EVENTS: dict[str, tuple[str, ...]] = {
     "progress": ("rank", "incarnation", "commit", "steps", "step_secs", "stale_secs"),
     "ended": ("rank", "incarnation", "steps", "step_secs", "stale_secs", "alive_secs"),
     "manager": ("pid", "reason"),
+    "checkpoint": ("rank", "incarnation", "commit", "path", "secs", "error"),
     "stopped": ("rank", "incarnation", "reason"),
     "done": ("rank", "incarnation", "commit", "loss", "digest"),
     "finish": ("code", "reason"),

@@ -71,6 +71,7 @@ class DeviceTransaction(Transaction):
         super().__init__(retained, run, epoch, at)
         self._places: dict[tuple, list[jax.Array]] = {}  # donated to the next program that owns the place
         self._checked: set[tuple] = set()
+        self._cleared = False
         self._plans: dict[tuple[int, int], ChunkPlan] = {}
         self._records: dict[tuple[int, int], jax.Array] = {}  # for the marks of the update that has begun
         self._moving = [piece for piece in self.layout.pieces if piece.chunk is not None]
@@ -86,10 +87,16 @@ class DeviceTransaction(Transaction):
         job, device = self.retained.job, self._device
         if isinstance(device, DeviceArena):
             device.clear()
+            self._cleared = True
         spots = [Spot(self.retained.place(home, 0), spec.shape, spec.dtype) for home, spec in placed.init_homes(job)]
         leaves, loose = self._run["init"](key, self._take(("init",), spots))
         self._arrived("init", ("init",), Point.FILL_LANES, leaves, spots, keep=False)
         return placed.init_leaves(job, leaves, loose)
+
+    def fill(self, step: int, *leaves: Sequence, **more: Sequence) -> None:
+        if isinstance(self._device, DeviceArena) and not self._cleared:
+            self._device.clear()
+        super().fill(step, *leaves, **more)
 
     def wait_drained(self) -> None:
         secs = self._drainer.wait()

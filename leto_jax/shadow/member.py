@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
+import json
 import os
 import time
 from collections.abc import Callable, Iterator
@@ -20,6 +21,7 @@ from leto_jax.manager.client import Descriptor, ManagerClient
 from leto_jax.manager.store import ARENA, gpu_kind
 
 AGENT_SOCKET = "agent.sock"
+CHECKPOINT_FILE = "checkpoint.json"  # in the runtime directory: where the agent wants the state
 SEND_SECS = 10.0
 MANAGER_SECS = 20.0
 IDENTITY, PROGRAMS = "identity", "programs"
@@ -106,6 +108,11 @@ class Member:
     def control(self) -> Control:
         with self._ask(lambda: self.manager.open(control_name(self.process.rank))) as descriptor:
             return Control(descriptor.fd)
+
+    def checkpoint_request(self) -> tuple[str, bool]:
+        """The directory that the agent wants a checkpoint in, and whether it ends this process then."""
+        found = json.loads((self.process.socket.parent / CHECKPOINT_FILE).read_text())
+        return str(found["directory"]), bool(found["last"])
 
     def wait_for_promotion(self) -> Promotion:
         """Blocks until the agent promotes this shadow. Has no deadline: waiting is a shadow's job; the guardian ends it with the job."""

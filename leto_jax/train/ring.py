@@ -58,6 +58,16 @@ class Ring:
         body = (len(position), digest, int(self._keeps), zlib.crc32(payload))
         self._host.store_record(Point.RING_RECORD, offset, Record(Kind.RING, step=step, body=body))
 
+    def mark(self, step: int, position: bytes) -> None:
+        """Notes where the data stands after `step`, without a batch: for a state that was filled from a checkpoint of that step.
+
+        Crash: as `put`; the fill that follows is not complete yet.
+        """
+        payload = np.frombuffer(position, np.uint8)
+        self._host.store(Point.RING_PAYLOAD, self._offset(step) + records.BYTES, payload)
+        body = (len(position), 0, 0, zlib.crc32(payload))
+        self._host.store_record(Point.RING_RECORD, self._offset(step), Record(Kind.RING, step=step, body=body))
+
     def get(self, step: int) -> Entry | None:
         """The entry of `step`, or None if it is not (or no longer) there, or damaged."""
         offset = self._offset(step)

@@ -37,6 +37,8 @@ from leto_jax.train.step import TrainStep
 
 PyTree = Any
 PROGRAMS_DEADLINE_SECS = 600.0
+CHECKPOINT_SECS = 3600.0
+LAST_SECS = 30.0
 GAVE_UP = 3  # exit code: stopped on purpose, state kept
 
 
@@ -248,8 +250,10 @@ class Session:
         recovered = rollforward.recover(self._retained, self._transaction, stage)
         if recovered.plan.action is Action.FILL:
             with stage("fill"):
-                self._transaction.fill(0, *self._transaction.init(self._key_data))
-        self._commit = recovered.commit or 0
+                self._commit = self._fill()
+        else:
+            assert recovered.commit is not None
+            self._commit = recovered.commit
         filled = self._retained.metadata.latest(Kind.LIFE)
         self._first = filled.step if filled is not None else 0
         self.state = State(self._retained, self._commit)
@@ -270,6 +274,19 @@ class Session:
             self._member.event(
                 "attached", commit=self._commit, action=recovered.plan.action.value, reason=recovered.plan.reason, stages=stages
             )
+
+    def _fill(self) -> int:
+        """The first state, or the newest checkpoint that the job was asked to go on from. Returns its step."""
+        if self._process is None or not self._process.resume:
+            self._transaction.fill(0, *self._transaction.init(self._key_data))
+            return 0
+        from leto_jax.checkpoint import persistent
+
+        state = persistent.restore(self._job, self._process.resume)
+        self._ring.mark(state.step, state.position)
+        self._transaction.fill(state.step, *state.for_fill(self._job))
+        print(f"leto: resumed from step {state.step} of {self._process.resume}", file=sys.stderr, flush=True)
+        return state.step
 
     def _reposition(self) -> dict[int, PyTree]:
         """Puts the data stream where it stood: batches that were already drawn, by step (the replayed one, and one that must be redone)."""
@@ -296,7 +313,41 @@ class Session:
                     )
                 batch = jax.tree_util.tree_unflatten(self._job.trees.batch, entry.leaves)
             drawn[step] = batch
+        if not drawn and self._commit == self._first > 0:
+            entry = self._ring.get(self._first)
+            if entry is None:
+                raise errors.UnrecoverableError(
+                    f"ring: the data position of checkpoint {self._first} is damaged; resume from the checkpoint again"
+                )
+            self._source.restore(entry.position)
         return drawn
+
+    def _position(self) -> bytes:
+        """Where the data stands: before the first batch whose step is not committed."""
+        for step in sorted(self._pending):
+            entry = self._ring.get(step)
+            if step > self._commit and entry is not None:
+                return entry.position
+        return self._source.position()
+
+    def _serve_checkpoint(self) -> None:
+        """Saves the state if the agent asks for it. Between two steps: nothing is updated meanwhile."""
+        control, member = self._control, self._member
+        if control is None or member is None or control[Word.CHECKPOINT_ASKED] == control[Word.CHECKPOINT_TAKEN]:
+            return
+        from leto_jax.checkpoint import frozen, persistent
+
+        asked, begin, problem = control[Word.CHECKPOINT_ASKED], time.monotonic(), ""
+        directory, last = member.checkpoint_request()
+        with self.section("checkpoint", CHECKPOINT_SECS):
+            try:
+                persistent.save(self._job, frozen.freeze(self._retained, self._commit, self._position()), directory)
+            except errors.LetoError as exception:
+                problem = str(exception)
+        control[Word.CHECKPOINT_TAKEN] = asked
+        member.event("checkpoint", commit=self._commit, path=directory, secs=time.monotonic() - begin, error=problem)
+        if last:
+            time.sleep(LAST_SECS)  # the agent ends this process; no step is trained that nobody would see
 
     # The loop ---------------------------------------------------------------------------------------------------------------------
 
@@ -306,6 +357,7 @@ class Session:
                 "session: expected `with leto.session(...) as s:` and one `for t, batch in s:`, found iteration outside or a second one"
             )
         self._iterated = True
+        self._serve_checkpoint()
         if self._takeover is not None and self._commit in self._pending:
             self.replayed, self._current = True, self._commit
             if self._control is not None:
@@ -314,6 +366,7 @@ class Session:
             self._require_stepped()
         self.replayed = False
         while self._commit < self.steps:
+            self._serve_checkpoint()
             step = self._commit + 1
             if step in self._pending:
                 batch, position = self._pending.pop(step), None
@@ -330,6 +383,7 @@ class Session:
             self._current = step
             yield step, batch
             self._require_stepped()
+        self._serve_checkpoint()
 
     def _require_stepped(self) -> None:
         if self._current is not None:

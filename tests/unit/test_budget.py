@@ -48,7 +48,9 @@ def test_the_table_is_printed_and_adds_up(device, capsys):
 
 def test_too_little_is_refused_with_what_takes_what(device):
     device(1)
-    with pytest.raises(errors.MemoryBudgetError, match=r"(?s)GPU 0: 1.00 of 140.00 GiB are free, .* are needed.*retained.*shadow.*take a smaller model"):
+    with pytest.raises(
+        errors.MemoryBudgetError, match=r"(?s)GPU 0: 1.00 of 140.00 GiB are free, .* are needed.*retained.*shadow.*take a smaller model"
+    ):
         budget.check(small_layout(), {}, 0)
 
 
@@ -64,5 +66,7 @@ def test_an_output_that_is_not_in_place_is_found_when_the_program_is_built():
         if item is good:
             executables.check_in_place(job, compiled)
         else:
-            with pytest.raises(errors.LayoutError, match="program 'bad': expected 1024 bytes of its outputs at their places, XLA has aliased 0"):
+            with pytest.raises(
+                errors.LayoutError, match="program 'bad': expected 1024 bytes of its outputs at their places, XLA has aliased 0"
+            ):
                 executables.check_in_place(job, compiled)

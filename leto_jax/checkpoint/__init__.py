@@ -1,0 +1,1 @@
+"""Tiers for what cannot be repaired in place."""

@@ -1,0 +1,140 @@
+"""The persistent tier: ordinary Orbax checkpoints, one directory a version, which plain Orbax reads without us.
+
+    DIR/<step>/state      params, opt_state, companions, extras, as trees; typed PRNG keys as their key data; empty leaves are left out
+    DIR/<step>/iterator   position of the data
+    DIR/<step>/metadata   format, step, the leaves with a SHA-256 each
+
+A version is complete or absent (Orbax renames it into place). What does not have its checksums is passed over for the next older version.
+"""
+
+from __future__ import annotations
+
+import base64
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+
+from leto_jax import errors
+from leto_jax.checkpoint import frozen as states
+from leto_jax.checkpoint.frozen import Frozen
+from leto_jax.rmu.programs import Job, structs
+
+FORMAT = 1
+ITEMS = ("state", "iterator", "metadata")
+
+
+def save(job: Job, state: Frozen, directory: str | Path, keep: int | None = None) -> Path:
+    """Writes a version and waits until it is complete. keep: how many versions stay, all by default. Returns its directory.
+
+    Raises CheckpointError where it cannot be written, with the reason; what was there before stays.
+    Crash: the version is not there.
+    Cost: Orbax', and a SHA-256 of the state.
+    """
+    ocp = _orbax()
+    path = Path(directory).absolute()
+    metadata = {"format": FORMAT, "step": state.step, "leaves": states.describe(job), "sha256": states.digests(state)}
+    items = ocp.args.Composite(
+        state=ocp.args.StandardSave(_tree(job, state.leaves)),
+        iterator=ocp.args.JsonSave({"position": base64.b64encode(state.position).decode()}),
+        metadata=ocp.args.JsonSave(metadata),
+    )
+    try:
+        with _manager(path, keep) as manager:
+            if state.step in manager.all_steps():
+                return path / str(state.step)
+            manager.save(state.step, args=items, force=True)
+            manager.wait_until_finished()
+    except (OSError, ValueError, RuntimeError) as exception:
+        raise errors.CheckpointError(
+            f"the checkpoint of step {state.step} cannot be written to {path}: {exception}; free space there, or name a directory that this "
+            "user may write to"
+        ) from exception
+    return path / str(state.step)
+
+
+def versions(directory: str | Path) -> list[int]:
+    """Steps of the complete versions, newest first. Raises CheckpointError if there is no such directory."""
+    path = Path(directory).absolute()
+    if not path.is_dir():
+        raise errors.CheckpointError(f"expected a directory of checkpoints at {path}, found {'a file' if path.exists() else 'nothing'}")
+    with _manager(path, None, read_only=True) as manager:
+        return sorted(manager.all_steps(), reverse=True)
+
+
+def restore(job: Job, directory: str | Path, warn: Callable[[str], None] | None = None) -> Frozen:
+    """The newest version that can be read and has its checksums.
+
+    Raises LayoutError if it is of another model or optimizer (the first leaf that differs is named), CheckpointError if no version is good.
+    Cost: Orbax', and a SHA-256 of the state.
+    """
+    warn = warn or (lambda text: print(f"leto: {text}", file=sys.stderr, flush=True))
+    found = versions(directory)
+    for step in found:
+        try:
+            return _restore(job, Path(directory).absolute(), step)
+        except errors.LayoutError:
+            raise
+        except Exception as exception:  # whatever Orbax, its storage or damaged bytes come up with: the next older one may be good
+            lines = str(exception).strip().splitlines()
+            warn(f"checkpoint {step} in {directory} is passed over: {type(exception).__name__}: {lines[0] if lines else 'no message'}")
+    raise errors.CheckpointError(
+        f"no version in {directory} can be restored ({'found ' + ', '.join(map(str, found)) if found else 'there is none'}); name another directory"
+    )
+
+
+def _restore(job: Job, path: Path, step: int) -> Frozen:
+    ocp = _orbax()
+    what = f"checkpoint {step} in {path}"
+    with _manager(path, None, read_only=True) as manager:
+        metadata = manager.restore(step, args=ocp.args.Composite(metadata=ocp.args.JsonRestore())).metadata
+        if metadata.get("format") != FORMAT:
+            raise errors.CheckpointError(
+                f"{what}: expected format {FORMAT}, found {metadata.get('format')!r}; use the version of leto_jax that wrote it"
+            )
+        states.require_same(metadata["leaves"], job, what)
+        wanted = _tree(job, {name: structs(group) for name, group in states.specs(job).items()})
+        items = manager.restore(step, args=ocp.args.Composite(state=ocp.args.StandardRestore(wanted), iterator=ocp.args.JsonRestore()))
+    leaves = _leaves(job, items.state)
+    state = Frozen(step, leaves, base64.b64decode(items.iterator["position"], validate=True))
+    for path_of, wrong, right in zip(metadata["leaves"], states.digests(state), metadata["sha256"], strict=True):
+        if wrong != right:
+            raise errors.CheckpointError(f"{path_of} does not have its checksum")
+    return state
+
+
+def _tree(job: Job, leaves: dict[str, Any]) -> dict[str, Any]:
+    """Groups as trees; what Orbax cannot hold, empty leaves, is None. Groups without a leaf are left out."""
+    found = {}
+    for name, treedef in states.trees(job).items():
+        full = [leaf if np.prod(leaf.shape, dtype=np.int64) else None for leaf in leaves[name]]
+        if any(leaf is not None for leaf in full):
+            found[name] = jax.tree_util.tree_unflatten(treedef, full)
+    return found
+
+
+def _leaves(job: Job, tree: dict[str, Any]) -> dict[str, list[np.ndarray]]:
+    """The inverse of `_tree`."""
+    found = {}
+    for name, group in states.specs(job).items():
+        present = iter(jax.tree_util.tree_leaves(tree.get(name)))
+        forms = structs(group)
+        found[name] = [
+            np.asarray(next(present)) if np.prod(form.shape, dtype=np.int64) else np.zeros(form.shape, form.dtype) for form in forms
+        ]
+    return found
+
+
+def _manager(path: Path, keep: int | None, read_only: bool = False) -> Any:
+    ocp = _orbax()
+    options = ocp.CheckpointManagerOptions(max_to_keep=keep, create=not read_only, read_only=read_only, enable_async_checkpointing=False)
+    return ocp.CheckpointManager(path, item_names=ITEMS, options=options)
+
+
+def _orbax() -> Any:
+    import orbax.checkpoint as ocp  # a second of imports that a trainer without checkpoints need not spend
+
+    return ocp
