@@ -43,8 +43,9 @@ def restarts(size: str, count: int, cache: str, device: str) -> list[dict[str, A
         "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
         "JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES": "-1",
     }
-    shared_memory = "/dev/shm" if os.access("/dev/shm", os.W_OK) else None
-    directory = tempfile.mkdtemp(prefix="orbax-", dir=shared_memory)
+    shared_memory = Path("/dev/shm")
+    fits = shared_memory.is_dir() and shutil.disk_usage(shared_memory).free > 1.3 * 12e9 * float(size)
+    directory = tempfile.mkdtemp(prefix="orbax-", dir=shared_memory if fits else None)
     try:
         command = [sys.executable, script, "--directory", directory, *options]
         subprocess.run([*command, "--save"], check=True, timeout=RESTART_SECS, env=environ, stdout=subprocess.DEVNULL)
@@ -84,10 +85,33 @@ def main(
             rows += _takeovers.rows(taken, billions=float(size), plain_step_secs=plain)
             median = statistics.median(item["takeover_secs"] for item in taken)
             print(f"{size}B: takeover {median:.3f} s, plain step {plain:.3f} s; {time.monotonic() - begin:.0f} s", flush=True)
-            for item in restarts(size, restart_count, directory, device):
+            try:
+                anchors = restarts(size, restart_count, directory, device) if restart_count else []
+            except (subprocess.SubprocessError, OSError, ValueError) as exception:
+                print(
+                    f"{size}B: no Orbax restart was measured: {exception}; {getattr(exception, 'stderr', '')}", file=sys.stderr, flush=True
+                )
+                anchors = []
+            for item in anchors:
                 stages = {f"{name}_secs": value for name, value in item["stages"].items()}
                 rows.append({"part": "orbax", "billions": float(size), "restart_secs": item["restart_secs"], **stages})
                 print({key: round(value, 3) if isinstance(value, float) else value for key, value in rows[-1].items()}, flush=True)
+            write(rows, found, plain, sizes, kills, restart_count, seed, commit, json_path, device_name)  # what is measured is not lost
+
+
+def write(
+    rows: list[dict[str, Any]],
+    found: list[dict[str, Any]],
+    plain: float,
+    sizes: str,
+    kills: int,
+    restart_count: int,
+    seed: int,
+    commit: str | None,
+    json_path: Path | None,
+    device_name: str,
+) -> None:
+    """Writes the result of the sizes that are measured so far, and their figure."""
     values = {}
     of = lambda part, key, size: [row[key] for row in rows if row["part"] == part and row["billions"] == size]
     takeover = {size: statistics.median(secs) for size in (0.1, 1.0, 4.0) if (secs := of("takeover", "takeover_secs", size))}

@@ -1,6 +1,7 @@
-"""The command line: `leto run | demo | ls | status | inject | report | doctor | stop | simulate`.
+"""The command line: `leto run | demo | ls | status | inject | report | doctor | checkpoint | stop | simulate`.
 
-Exit codes: 0 done, 2 bad usage or input, 3 gave up with the state kept, 4 the verdict of a check is no.
+Exit codes: 0 done, 2 bad usage or input, 3 gave up with the state kept, 4 the verdict of a check is no, 5 preempted and a checkpoint
+written, 128 + n ended by signal n (143 also by `leto stop`), with the memory freed.
 """
 
 from __future__ import annotations
@@ -9,6 +10,7 @@ import json as jsonlib
 import os
 import sys
 import uuid
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -76,7 +78,8 @@ def run(
         float, typer.Option("--hang-floor-secs", help="A step is never called hung before this.")
     ] = Deadlines.hang_floor,
     init_timeout_secs: Annotated[
-        float, typer.Option("--init-timeout-secs", help="Limit until the script enters its session.")
+        float,
+        typer.Option("--init-timeout-secs", help="Limit until a trainer is in its loop for the first time: imports, compiling, filling."),
     ] = Deadlines.init,
 ) -> None:
     """Trains SCRIPT protected: retained state, parity, and a prewarmed shadow."""
@@ -108,8 +111,9 @@ def run(
         raise errors.UsageError(
             f"--resume: expected a directory of checkpoints, found {'a file' if resume.exists() else 'nothing'} at {resume}"
         )
+    environ = repeatable(os.environ) if deterministic else dict(os.environ)
     if plan:
-        sys.exit(_plan(str(path), context.args, name))
+        sys.exit(_plan(str(path), context.args, name, environ))
     settings = Settings(
         job=name,
         script=str(path.absolute()),
@@ -123,10 +127,10 @@ def run(
         checkpoint_dir=str(checkpoint_dir.absolute()) if checkpoint_dir else "",
     )
     print(f"leto: job {name}, journal {settings.job_dir / 'journal.jsonl'}", file=sys.stderr, flush=True)
-    sys.exit(Agent(settings, repeatable(os.environ) if deterministic else os.environ).run())
+    sys.exit(Agent(settings, environ).run())
 
 
-def _plan(script: str, arguments: list[str], job: str) -> int:
+def _plan(script: str, arguments: list[str], job: str, environ: Mapping[str, str]) -> int:
     """Runs the script up to its session, which prints the plan and ends."""
     import subprocess
 
@@ -134,7 +138,7 @@ def _plan(script: str, arguments: list[str], job: str) -> int:
 
     process = Process(job, "plan", 0, Path("/nonexistent"), 0, Path("/nonexistent"))
     return subprocess.run(
-        [sys.executable, "-m", "leto_jax.shadow.child", script, *arguments], env={**os.environ, **process.environ()}, check=False
+        [sys.executable, "-m", "leto_jax.shadow.child", script, *arguments], env={**environ, **process.environ()}, check=False
     ).returncode
 
 
@@ -172,8 +176,11 @@ def _status_or_kept(name: str) -> dict[str, Any]:
     try:
         return client.ask(name, {"op": "status"})
     except errors.JobError:
-        step = client.read_run_file(runtime.job_dir(name)).get("step")
-        return {"job": name, "state": "kept", "step": step, "ranks": [], "restarts": None}
+        state = "kept"
+    except (errors.DeadlineError, errors.ProtocolError):  # stopped, or very busy
+        state = "unreachable"
+    step = client.read_run_file(runtime.job_dir(name)).get("step")
+    return {"job": name, "state": state, "step": step, "ranks": [], "restarts": None}
 
 
 @app.command()
@@ -186,7 +193,9 @@ def status(job: Job = None, json: AsJson = False) -> None:
         print(jsonlib.dumps(found))
         return
     limit = found.get("hang_deadline_secs")
-    title = f"{found['job']}: {found['state']}, step {found['step']} of {found.get('steps')}, {found['restarts']} restarts"
+    title = f"{found['job']}: {found['state']}, step {found['step']}"
+    if found["restarts"] is not None:
+        title += f" of {found['steps']}, {found['restarts']} restarts"
     _table(
         title + (f", a step is hung after {limit:.1f} s" if limit else ""),
         ["rank", "pid", "role", "phase", "level", "step"],
@@ -197,7 +206,10 @@ def status(job: Job = None, json: AsJson = False) -> None:
 @app.command()
 def inject(
     kind: Annotated[
-        str, typer.Option("--kind", help="sigkill, sigstop, exception, spin, oom, exit, page_loss, page_corruption.")
+        str,
+        typer.Option(
+            "--kind", help="sigkill, sigstop, exception, spin, oom, exit, page_loss, page_corruption; on a GPU also illegal_address, trap."
+        ),
     ] = "sigkill",
     phase: Annotated[str, typer.Option("--phase", help="compute, decide, update, commit, drain, takeover or body.")] = "compute",
     step: Annotated[int | None, typer.Option("--step", help="At this step; by default the next one.")] = None,
@@ -218,6 +230,9 @@ def inject(
         raise errors.UsageError(f"--phase: expected one of {', '.join(phases)}, found {phase!r}")
     if chunk is not None and phase != "update":
         raise errors.UsageError(f"--chunk: goes with --phase update, found --phase {phase}")
+    for option, value, least in (("--step", step, 1), ("--chunk", chunk, 0)):
+        if value is not None and value < least:
+            raise errors.UsageError(f"{option}: expected {least} or more, found {value}")
     name = client.find_job(job)
     message = {"op": "inject", "kind": kind, "phase": phase, "step": -1 if step is None else step, "chunk": -1 if chunk is None else chunk}
     reply = client.ask(name, {**message, "when_ready": when_ready, "deadline_secs": timeout_secs}, timeout_secs + 5)

@@ -57,6 +57,17 @@ GPU_PROTECTION = Protection(page_bytes=2 * MIB, chunk_bytes=512 * MIB, align_ele
 pieces there, one in each step."""
 
 
+def for_gpu(protection: Protection | None, page_bytes: int) -> Protection:
+    """`protection` as a GPU can have it, whose memory is replaced in pages of `page_bytes` and written at multiples of 256; the default if None."""
+    chosen = protection or GPU_PROTECTION
+    return dataclasses.replace(
+        chosen,
+        page_bytes=max(chosen.page_bytes, page_bytes),
+        align_elements=max(chosen.align_elements, GPU_PROTECTION.align_elements),
+        align_bytes=max(chosen.align_bytes, GPU_PROTECTION.align_bytes),
+    )
+
+
 def deterministic(environ: Mapping[str, str]) -> dict[str, str]:
     """`environ` with the XLA flag that makes GPU programs give the same bits each time; CPU programs do without."""
     return {**environ, "XLA_FLAGS": f"{environ.get('XLA_FLAGS', '')} --xla_gpu_deterministic_ops=true".strip()}
@@ -84,7 +95,7 @@ class Process:
     """What a trainer or shadow learns from the agent that started it. The one place where `LETO_*` variables are read.
 
     role: 'trainer', 'shadow', or 'plan' (prints the memory plan at its session and ends). resume: directory of checkpoints to start from, ''
-    for none.
+    for none. shadow: whether the job has shadows.
     """
 
     job: str
@@ -94,6 +105,7 @@ class Process:
     incarnation: int
     job_dir: Path
     resume: str = ""
+    shadow: bool = True
 
     @staticmethod
     def from_environ(environ: Mapping[str, str] = os.environ) -> Process | None:
@@ -120,6 +132,7 @@ class Process:
             incarnation=int(found["LETO_INCARNATION"]),
             job_dir=Path(found["LETO_JOB_DIR"]),
             resume=environ.get("LETO_RESUME", ""),
+            shadow=environ.get("LETO_SHADOW", "1") == "1",
         )
 
     def environ(self) -> dict[str, str]:
@@ -132,6 +145,7 @@ class Process:
             "LETO_INCARNATION": str(self.incarnation),
             "LETO_JOB_DIR": str(self.job_dir),
             "LETO_RESUME": self.resume,
+            "LETO_SHADOW": str(int(self.shadow)),
         }
 
 

@@ -22,6 +22,7 @@ from typing import Any
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 
+import leto_jax
 from leto_jax import errors
 from leto_jax.agent import client
 from leto_jax.config import deterministic, state_root
@@ -80,6 +81,8 @@ def main(quick: bool, json_file: Path | None, self_check: bool, device: str = "c
     """Runs the demo on 'cpu' or 'gpu', there with XLA's flag for repeatable programs; returns the exit code: 0 only if losses and final state are bit-identical."""
     if not SCRIPT.is_file():
         raise errors.UsageError(f"demo: expected {SCRIPT}, found nothing there; run it inside a clone of the repository")
+    if json_file is not None and not json_file.absolute().parent.is_dir():
+        raise errors.UsageError(f"--json: expected a file in a directory that exists, found {json_file}")
     plan, console = (QUICK if quick else FULL), Console(stderr=True, highlight=False)
     plan = dataclasses.replace(plan, arguments=(*plan.arguments, "--device", device))
     end = time.monotonic() + plan.deadline_secs
@@ -112,42 +115,43 @@ def main(quick: bool, json_file: Path | None, self_check: bool, device: str = "c
         for item in summary["takeovers"]
     ]
     result: dict[str, Any] = {
-        "bit_identical": identical and len(failures) == len(plan.faults),
+        "bit_identical": identical,
         "steps": steps,
         "failures": failures,
         "goodput": summary["goodput"],
         "compiles_at_takeover": max((item["compiles"] for item in summary["takeovers"]), default=0),
         "plain_step_secs": plain,
-        "versions": {name: importlib.metadata.version(name) for name in ("leto_jax", "jax", "jaxlib", "flax", "optax", "numpy")}
+        "versions": {"leto_jax": leto_jax.__version__}
+        | {name: importlib.metadata.version(name) for name in ("jax", "jaxlib", "flax", "optax", "numpy")}
         | {"python": sys.version.split()[0]},
     }
     if json_file is not None:
         json_file.write_text(json.dumps(result, indent=2) + "\n")
     _show(console, plan, result, reference, protected, job, self_check)
-    return 0 if result["bit_identical"] else DIFFERS
+    return 0 if identical and len(failures) == len(plan.faults) else DIFFERS
 
 
 def _alone(plan: Plan, json_file: Path, progress: Progress, steps: int, end: float) -> str:
     """The reference: the script by itself, in a process of its own."""
     task = progress.add_task("reference run, nothing fails", total=steps)
     command = [sys.executable, str(SCRIPT), *plan.arguments, "--json", str(json_file)]
-    with subprocess.Popen(
-        command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env={**deterministic(os.environ), "PYTHONUNBUFFERED": "1"}
-    ) as process:
-        assert process.stdout is not None
-        assert process.stderr is not None
-        lines = []
-        for line in process.stdout:
-            lines.append(line)
-            if found := _LOSS.match(line):
-                progress.update(task, completed=int(found[1]))
-            if time.monotonic() > end:
+    out, err = json_file.with_name("reference.out"), json_file.with_name("reference.err")
+    with open(out, "wb") as stdout, open(err, "wb") as stderr:
+        process = subprocess.Popen(command, stdout=stdout, stderr=stderr, env={**deterministic(os.environ), "PYTHONUNBUFFERED": "1"})
+        try:
+            while process.poll() is None and time.monotonic() < end:
+                progress.update(task, completed=max(_losses(out.read_text()), default=0))
+                time.sleep(0.2)
+        finally:
+            if late := process.poll() is None:
                 process.kill()
-                raise errors.DeadlineError("demo: the reference run did not end in time; the machine is busy, try again")
-        errors_ = process.stderr.read()
+                process.wait()
+    if late:
+        raise errors.DeadlineError("demo: the reference run did not end in time; the machine is busy, try again")
     if process.returncode:
-        raise errors.JobError(f"demo: the reference run ended with exit code {process.returncode}:\n{errors_[-2000:]}")
-    return "".join(lines)
+        raise errors.JobError(f"demo: the reference run ended with exit code {process.returncode}:\n{err.read_text()[-2000:]}")
+    progress.update(task, completed=steps)
+    return out.read_text()
 
 
 def _protected(plan: Plan, job: str, directory: str, progress: Progress, steps: int, end: float) -> str:
@@ -160,10 +164,10 @@ def _protected(plan: Plan, job: str, directory: str, progress: Progress, steps: 
     with open(out, "wb") as stdout, open(err, "wb") as stderr:
         process = subprocess.Popen(command, stdout=stdout, stderr=stderr, env={**os.environ, "PYTHONUNBUFFERED": "1"})
         try:
-            _wait_for_agent(job, process, end)
+            _wait_for_agent(job, process, end, err)
             for number, fault in enumerate(plan.faults, 1):
                 progress.update(task, description=f"protected run, {number}/{len(plan.faults)}: waiting for a shadow")
-                _inject(job, fault, process, progress, task, end)
+                _inject(job, fault, process, progress, task, end, err)
                 progress.update(task, description=f"protected run, {number}/{len(plan.faults)}: {fault.title}")
             pausing.unlink()
             while process.poll() is None and time.monotonic() < end:
@@ -182,16 +186,16 @@ def _protected(plan: Plan, job: str, directory: str, progress: Progress, steps: 
     return out.read_text()
 
 
-def _wait_for_agent(job: str, process: subprocess.Popen, end: float) -> None:
+def _wait_for_agent(job: str, process: subprocess.Popen, end: float, err: Path) -> None:
     while process.poll() is None and time.monotonic() < end:
         with contextlib.suppress(errors.LetoError):
             client.ask(job, {"op": "status"})
             return
         time.sleep(0.1)
-    raise errors.JobError("demo: `leto run` did not start")
+    raise errors.JobError(f"demo: `leto run` did not start:\n{err.read_text()[-2000:]}")
 
 
-def _inject(job: str, fault: Fault, process: subprocess.Popen, progress: Progress, task: Any, end: float) -> None:
+def _inject(job: str, fault: Fault, process: subprocess.Popen, progress: Progress, task: Any, end: float, err: Path) -> None:
     """Waits for a ready shadow, then fails; shows the steps meanwhile."""
     while process.poll() is None and time.monotonic() < end:
         ranks = client.ask(job, {"op": "status"})["ranks"]
@@ -199,7 +203,9 @@ def _inject(job: str, fault: Fault, process: subprocess.Popen, progress: Progres
             break
         _show_step(job, progress, task)
     left = end - time.monotonic()
-    if process.poll() is not None or left <= 0:
+    if process.poll() is not None:
+        raise errors.JobError(f"demo: the protected run ended before «{fault.title}»:\n{err.read_text()[-2000:]}")
+    if left <= 0:
         raise errors.DeadlineError(f"demo: no shadow was ready for «{fault.title}» in time; the machine is busy, try again")
     client.ask(job, {"op": "inject", "kind": fault.kind, "phase": fault.phase, "when_ready": True, "deadline_secs": left}, left + 5)
 
@@ -266,6 +272,8 @@ def _show(console: Console, plan: Plan, result: dict[str, Any], reference: str, 
     )
     verdict = "bit-identical" if result["bit_identical"] else "NOT bit-identical"
     note = "  (self-check: one bit was flipped on purpose)" if self_check else ""
+    if len(result["failures"]) != len(plan.faults):
+        note += f"\nexpected {len(plan.faults)} takeovers, found {len(result['failures'])}: see `leto report {job}`"
     print(
         f"reference  {' '.join(_final(reference))}\nprotected  {' '.join(_final(protected))}\nverdict: losses and final state are {verdict} after {len(result['failures'])} failures{note}"
     )

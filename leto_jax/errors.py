@@ -3,6 +3,9 @@
 A message says three things: what was expected, what was found (path, value, unit), and what to do.
 """
 
+GAVE_UP = 3
+"""Exit code of a process that stopped on purpose and left the state where it is."""
+
 
 class LetoError(Exception):
     """Root of everything that leto_jax raises on purpose."""

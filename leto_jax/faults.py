@@ -100,9 +100,3 @@ def armed(on_store: StoreHook | None = None, on_phase: PhaseHook | None = None) 
         yield
     finally:
         _store_hook, _phase_hook = before
-
-
-def arm_phase(hook: PhaseHook | None) -> None:
-    """Arms or disarms the phase hook for the rest of the process: what `leto inject` asks a trainer to do."""
-    global _phase_hook
-    _phase_hook = hook

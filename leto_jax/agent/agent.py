@@ -17,12 +17,14 @@ import math
 import os
 import select
 import selectors
+import shutil
 import signal
 import socket
 import statistics
 import subprocess
 import sys
 import time
+import traceback
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -59,6 +61,7 @@ TICK_SECS = 0.02
 PROGRESS_SECS = 30.0
 REPLY_SECS = 2.0
 LOOK_SECS = 1.0
+CACHE = "xla_cache"  # in the job's state directory, for as long as the job lives
 MANAGER_RETRY_SECS = 2.0
 MANAGER_END_SECS = 5.0
 STEP_WINDOW = 64
@@ -103,7 +106,6 @@ class Agent:
         self.settings = settings
         self._environ = {**environ, **_cache_settings(environ, settings.job_dir), **_gpu_settings(environ)}
         self._say = say or _say
-        self.journal = Journal(settings.job_dir / "journal.jsonl")
         self._selector = selectors.DefaultSelector()
         self._trainer: Child | None = None
         self._shadow: Child | None = None
@@ -123,7 +125,6 @@ class Agent:
         self._shadow_due = math.inf  # when the next one may start, by time.monotonic
         self._shadow_deaths = 0  # since the last promotion
         self._manager_due = 0.0
-        self._published = False
         self._done_event: dict[str, Any] | None = None
         self._interrupts = 0
         self._preempted = self._preempt_asked = False
@@ -157,15 +158,20 @@ class Agent:
         except BaseException as exception:
             # A mistake of ours, or of the machine: what was trained is kept, as if the agent had been killed.
             self._exit = (policy.GAVE_UP if self._retained else 1, f"the agent failed: {exception!r}")
+            code = self._exit[0]
             with contextlib.suppress(Exception):
-                self._close()
-            raise
+                code = self._close()
+            if code != policy.GAVE_UP or not isinstance(exception, Exception):
+                raise
+            traceback.print_exception(exception)
+            return code
 
     def _open(self) -> None:
         job = self.settings.job
         directory = runtime.ensure_job_dir(job)
         self._directory = directory
         self._door = Door(job, directory / AGENT_SOCKET, self._selector, self._handle, self._hung_up)
+        self.journal = Journal(self.settings.job_dir / "journal.jsonl")  # not before the door is ours: another agent may be writing to it
         become_subreaper()
         for number in (signal.SIGINT, signal.SIGTERM):
             signal.signal(number, self._interrupted)
@@ -251,6 +257,7 @@ class Agent:
         if not keep:
             with contextlib.suppress(errors.LetoError, OSError):
                 self._client.free(force=True)
+            shutil.rmtree(self.settings.job_dir / CACHE, ignore_errors=True)
         self._subscription.close()
         self._client.close()
         if manager >= 0:
@@ -280,6 +287,10 @@ class Agent:
 
     def _interrupted(self, number: int, frame: Any) -> None:
         self._interrupts += 1
+        if number == signal.SIGINT and self.settings.debug and self._interrupts == 1 and self._trainer is not None:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(self._trainer.pid, signal.SIGINT)  # the terminal is the script's; a second Ctrl-C ends the job
+            return
         if number == signal.SIGTERM and self.settings.checkpoint_dir and not self._preempted and self._trainer is not None:
             self._preempted = True
             return
@@ -296,7 +307,9 @@ class Agent:
         self._register_children(token)
         self._write_run_file("running", token)
         socket_path = self._directory / runtime.SOCKET_NAME
-        process = Process(self.settings.job, role, 0, socket_path, self._incarnation, self.settings.job_dir, self.settings.resume)
+        process = Process(
+            self.settings.job, role, 0, socket_path, self._incarnation, self.settings.job_dir, self.settings.resume, self.settings.shadow
+        )
         stdin = None if self.settings.debug else subprocess.DEVNULL
         child = spawn(process, token, [self.settings.script, *self.settings.arguments], self._environ, stdin)
         self._selector.register(child.pidfd, selectors.EVENT_READ, lambda: self._died(child))
@@ -361,7 +374,7 @@ class Agent:
             return
         if child is not self._trainer:
             return
-        if returncode == 0:
+        if returncode == 0 and not (self._done_event is None and self._in_the_middle):
             self._ended(child)
             if self._done_event is not None:
                 self._finish(0, "done")
@@ -374,11 +387,19 @@ class Agent:
             self._fence(child)
             return
         kind, detail = policy.classify(returncode)
+        if returncode == 0:
+            detail = f"exit code 0 before step {self._control[Word.STEPS]}"
         if child.refused:
             kind, detail = Kind.REFUSED, child.refused
-        elif kind is Kind.EXIT and not child.greeted and not self._retained:
-            kind, detail = Kind.REFUSED, f"{self.settings.script} failed before its session ({detail})"
+        elif kind is Kind.EXIT and not self._retained:
+            where = "before its state was in place" if child.greeted else "before its session"
+            kind, detail = Kind.REFUSED, f"{self.settings.script} failed {where} ({detail})"
         self._failed(kind, detail, None, time.monotonic_ns())
+
+    @property
+    def _in_the_middle(self) -> bool:
+        """Whether the trainer has trained, and not to the end."""
+        return self._control[Word.STEPS_DONE] > 0 and self._control[Word.COMMIT] < self._control[Word.STEPS]
 
     def _drop(self, child: Child) -> None:
         with contextlib.suppress(KeyError, ValueError):
@@ -525,9 +546,7 @@ class Agent:
         try:
             if sock is None:
                 raise errors.ProtocolError("its connection is gone")
-            protocol.send(
-                sock, {"op": "promote", "epoch": epoch, "failed_ns": self._pending.failed_ns}, deadline=time.monotonic() + REPLY_SECS
-            )
+            protocol.send(sock, {"op": "promote", "epoch": epoch}, deadline=time.monotonic() + REPLY_SECS)
         except errors.LetoError as exception:
             self._say(f"the shadow cannot be promoted ({exception}); a new trainer attaches")
             self._fence(shadow)
@@ -703,7 +722,7 @@ class Agent:
             self._saving.ask(str(message["directory"]), float(message["deadline_secs"]), sock)
         elif op == "stop":
             protocol.send(sock, {"ok": True}, deadline=time.monotonic() + REPLY_SECS)
-            self._finish(0, "leto stop")
+            self._finish(policy.STOPPED, "leto stop")
         else:
             raise errors.ProtocolError(f"agent: expected hello, event, status, inject, checkpoint or stop, found {op!r}")
 
@@ -733,7 +752,6 @@ class Agent:
                 self._shadow_refused = child.refused
                 self._say(f"the shadow refuses: {self._shadow_refused}; training goes on without one, a failure means a cold attach")
         elif name == "published":
-            self._published = True
             self.journal.write("published", **who, nbytes=int(message["bytes"]))
         elif name == "attached":
             self.journal.write(
@@ -865,7 +883,7 @@ def _cache_settings(environ: Mapping[str, str], job_dir: Path) -> dict[str, str]
     if "JAX_COMPILATION_CACHE_DIR" in environ:
         return {}
     return {
-        "JAX_COMPILATION_CACHE_DIR": str(job_dir / "xla_cache"),
+        "JAX_COMPILATION_CACHE_DIR": str(job_dir / CACHE),
         "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
         "JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES": "-1",
     }

@@ -41,6 +41,7 @@ class Injection:
     def __init__(self, control: Control, journal: Journal, deadlines: Deadlines):
         self._control, self._journal, self._deadlines = control, journal, deadlines
         self._request: _Request | None = None
+        self._fired: FailureKind | None = None
         control[Word.INJECT_TAKEN] = control[Word.INJECT_SEQUENCE]  # what an earlier agent was asked for is void
 
     def ask(self, sock: socket.socket, message: Mapping[str, Any], on_gpu: bool) -> None:
@@ -51,10 +52,14 @@ class Injection:
             raise errors.UsageError(f"--kind {kind.value}: needs a GPU, this job runs on the CPU")
         if self._request is not None:
             raise errors.JobError("inject: another injection is still waiting for its moment; try again when it has fired")
+        step = int(message.get("step", ANY))
+        first, last = self._control[Word.COMMIT] + 1, self._control[Word.STEPS]
+        if step != ANY and last and not first <= step <= last:
+            raise errors.UsageError(f"--step {step}: expected a step that comes yet, {first} to {last}")
         self._request = request = _Request(
             kind,
             Phase(message["phase"]),
-            int(message.get("step", ANY)),
+            step,
             int(message.get("chunk", ANY)),
             bool(message.get("when_ready", False)),
             time.monotonic() + float(message.get("deadline_secs", self._deadlines.inject_wait)),
@@ -82,6 +87,9 @@ class Injection:
             control[Word.INJECT_FIRED_NS] = 0
             control[Word.INJECT_SEQUENCE] = control[Word.INJECT_SEQUENCE] + 1
             request.placed = True
+        elif request.placed and control[Word.INJECT_FIRED_NS]:  # what it leads to may take long to be noticed
+            self._fired = request.kind
+            self._reply({"ok": True, "fired_step": control[Word.INJECT_FIRED_STEP], "kind": request.kind.value})
         elif time.monotonic() > request.deadline:
             control[Word.INJECT_TAKEN] = control[Word.INJECT_SEQUENCE]
             wanted = "a ready shadow" if request.when_ready else "the first step"
@@ -91,11 +99,9 @@ class Injection:
 
     def fired(self) -> FailureKind | None:
         """What the failure that has just happened was, if it was the one asked for; answers whoever asked."""
-        request, control = self._request, self._control
-        if request is None or not request.placed or not control[Word.INJECT_FIRED_NS]:
-            return None
-        self._reply({"ok": True, "fired_step": control[Word.INJECT_FIRED_STEP], "kind": request.kind.value})
-        return request.kind
+        self.serve(False, False)  # it may have fired since the last look
+        fired, self._fired = self._fired, None
+        return fired
 
     def refuse(self, error: errors.LetoError) -> None:
         """Answers whoever waits with an error."""

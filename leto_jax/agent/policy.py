@@ -7,11 +7,13 @@ import enum
 import signal
 from collections.abc import Sequence
 
+from leto_jax import errors
 from leto_jax.config import Deadlines
 from leto_jax.faults import Phase
 
-GAVE_UP = 3
+GAVE_UP = errors.GAVE_UP
 PREEMPTED = 5
+STOPPED = 143  # as a process that was told to end
 USAGE = 2
 
 

@@ -35,7 +35,6 @@ class Word(enum.IntEnum):
     SECTION_DEADLINE_NS = enum.auto()
     LAST_STEP_NS = enum.auto()
     STEPS_DONE = enum.auto()  # commits by this incarnation
-    FIRST_COMMIT_NS = enum.auto()
     INJECT_TAKEN = enum.auto()
     INJECT_FIRED_NS = enum.auto()
     INJECT_FIRED_STEP = enum.auto()

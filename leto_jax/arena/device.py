@@ -84,6 +84,9 @@ class DeviceArena(Arena):
                     self.mapping.renew(number, fd, good_ranges(nbytes, unit, holes), confirm)
             begin += nbytes
 
+    def wipe(self) -> None:
+        self.clear()
+
     def clear(self) -> None:
         """Sets all of it to zero: fresh device memory holds whatever was there. Cost: at memory bandwidth."""
         self.settle()

@@ -72,6 +72,9 @@ class Arena(abc.ABC):
     def renew(self, lost: Sequence[tuple[int, int]]) -> None:  # noqa: B027 (most memory cannot be replaced)
         """Puts new memory under the lost bytes (offset, nbytes), where that can be done; what is not lost stays. They are zero then."""
 
+    def wipe(self) -> None:  # noqa: B027 (new host memory is zero)
+        """Makes new memory zero, before anybody looks for records in it."""
+
     @abc.abstractmethod
     def damage(self, offset: int, data: np.ndarray) -> None:
         """Overwrites bytes as a hardware fault would: not a store of ours, hence no crash point. For injectors and tests."""

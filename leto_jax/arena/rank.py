@@ -81,7 +81,9 @@ def private_arenas(layout: Layout, gpu: int | None = None) -> Arenas:
             opened.callback(os.close, fd)
             return fd
 
-        return map_arenas(layout, 0, make, gpu, None if gpu is None else functools.partial(_private_segment, gpu))
+        arenas = map_arenas(layout, 0, make, gpu, None if gpu is None else functools.partial(_private_segment, gpu))
+        arenas.device.wipe()
+        return arenas
 
 
 def scratch_arenas(layout: Layout, gpu: int | None = None) -> Arenas:

@@ -50,13 +50,7 @@ def specs(job: Job) -> dict[str, Sequence[LeafSpec]]:
 
 def freeze(retained: Retained, commit: int, position: bytes) -> Frozen:
     """A copy of the retained state. Nothing may be updated meanwhile. Cost: reads and writes the state once."""
-    found = {
-        "params": retained.params(commit),
-        "opt_state": retained.opt_state(commit),
-        "companions": retained.companions(commit),
-        "extras": retained.extras(commit),
-    }
-    return Frozen(commit, {name: [np.array(view, copy=True) for view in views] for name, views in found.items()}, position)
+    return Frozen(commit, {name: [np.array(leaf, copy=True) for leaf in retained.arrays(name, commit)] for name in GROUPS}, position)
 
 
 def describe(job: Job) -> list[str]:

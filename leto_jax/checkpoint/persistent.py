@@ -10,8 +10,10 @@ A version is complete or absent (Orbax renames it into place). What does not hav
 from __future__ import annotations
 
 import base64
+import contextlib
+import logging
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -128,10 +130,18 @@ def _leaves(job: Job, tree: dict[str, Any]) -> dict[str, list[np.ndarray]]:
     return found
 
 
-def _manager(path: Path, keep: int | None, read_only: bool = False) -> Any:
-    ocp = _orbax()
+@contextlib.contextmanager
+def _manager(path: Path, keep: int | None, read_only: bool = False) -> Iterator[Any]:
+    """An Orbax manager of the directory; what it has to say on being opened is not for our users."""
+    ocp, log = _orbax(), logging.getLogger("absl")
     options = ocp.CheckpointManagerOptions(max_to_keep=keep, create=not read_only, read_only=read_only, enable_async_checkpointing=False)
-    return ocp.CheckpointManager(path, item_names=ITEMS, options=options)
+    level = log.level
+    log.setLevel(logging.ERROR)
+    try:
+        with ocp.CheckpointManager(path, item_names=ITEMS, options=options) as manager:
+            yield manager
+    finally:
+        log.setLevel(level)
 
 
 def _orbax() -> Any:

@@ -7,6 +7,8 @@ event's own, always the same for one kind of event (see `EVENTS`).
 from __future__ import annotations
 
 import json
+import os
+import sys
 import time
 from pathlib import Path
 from typing import Any
@@ -47,6 +49,7 @@ class Journal:
         self._file = open(path, "a+b", buffering=0)  # noqa: SIM115 (lives as long as the agent)
         self._file.seek(0)
         self._file.truncate(self._file.read().rfind(b"\n") + 1)  # a line that the last agent did not finish
+        self._full = False
 
     def write(self, event: str, **fields: Any) -> dict[str, Any]:
         """Appends one event, as one write.
@@ -57,8 +60,27 @@ class Journal:
         if expected is None or set(fields) != set(expected):
             raise errors.UsageError(f"journal: event {event!r}: expected the fields {expected}, found {tuple(fields)}")
         line = {"time": time.time(), "ns": time.monotonic_ns(), "event": event, **fields}
-        self._file.write(json.dumps(line, default=str).encode() + b"\n")
+        self._append(json.dumps(line, default=str).encode() + b"\n")
         return line
+
+    def _append(self, data: bytes) -> None:
+        """One line, whole or not at all. A full disk must not end the job: it is said once, and later lines are tried again."""
+        size = os.fstat(self._file.fileno()).st_size
+        try:
+            if self._file.write(data) == len(data):
+                self._full = False
+                return
+            problem = "no space left"
+            self._file.truncate(size)
+        except OSError as exception:
+            problem = str(exception)
+        if not self._full:
+            print(
+                f"leto: the journal cannot be written ({problem}); the job goes on, the report will lack events",
+                file=sys.stderr,
+                flush=True,
+            )
+        self._full = True
 
     def close(self) -> None:
         self._file.close()

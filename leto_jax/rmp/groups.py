@@ -7,8 +7,10 @@ only with a valid record of the data's version: what was cut short, lost or dama
 
 from __future__ import annotations
 
+import functools
 import itertools
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from typing import NamedTuple
 
 import numpy as np
 
@@ -20,6 +22,13 @@ from leto_jax.records import Kind, Record
 from leto_jax.rmp import checksum, reference
 
 CURRENT = 1  # the first word of a block's record; 0: void
+
+
+class Block(NamedTuple):
+    """A guard block, read-only. checksums: uint32[pages, 2]. parity(): uint8[H, row_bytes], read when it is asked for."""
+
+    checksums: np.ndarray
+    parity: Callable[[], np.ndarray]
 
 
 class Guard:
@@ -100,13 +109,12 @@ class Guard:
         """((offset, nbytes) of a piece's block in the device arena, the same in the host arena)."""
         return (self._staging + piece.staging, piece.guard_bytes), (self._parity + piece.host, piece.guard_bytes)
 
-    def block(self, piece: Piece, version: int) -> tuple[np.ndarray, np.ndarray] | None:
-        """(parity uint8[H, row_bytes], checksums uint32[pages, 2]) that belong to `version`, read-only; None if neither tier has it."""
+    def block(self, piece: Piece, version: int) -> Block | None:
+        """The block that belongs to `version`, from the tier that has it; None if neither has."""
         for arena, offset in ((self._host, self._parity + piece.host), (self._device, self._staging + piece.staging)):
             record = self._valid(arena, offset, piece)
             if record is not None and record.step == version:
-                parity = arena.view(offset, piece.parity_bytes).reshape(piece.parity_rows, piece.row_bytes)
-                return parity, self._checksums(arena, offset, piece)
+                return Block(self._checksums(arena, offset, piece), functools.partial(_parity, arena, offset, piece))
         return None
 
     def verify(self, piece: Piece, address: int, expected: np.ndarray, first: int, count: int) -> list[int]:
@@ -114,13 +122,14 @@ class Guard:
         words = self._device.array(address + first * piece.page_bytes, (count, piece.page_bytes // 4), np.dtype(np.uint32))
         return [first + int(page) for page in checksum.locate(expected[first : first + count], checksum.page_checksums_np(words))]
 
-    def repair(self, piece: Piece, address: int, lost: Sequence[int], parity: np.ndarray, checksums: np.ndarray) -> int:
+    def repair(self, piece: Piece, address: int, lost: Sequence[int], block: Block) -> int:
         """Rebuilds the pages `lost` of a piece in place and checks them. Returns how many pages were rewritten.
 
         lost: page numbers within the piece, row by row. Raises TooManyErasuresError if a group has lost more than its parity rows,
         UnrecoverableError if the rebuilt page does not have its checksum.
         Crash: lost pages hold anything; they are still on the LOST list or fail their checksum, so the next attach rebuilds them.
         """
+        parity, checksums = block.parity(), block.checksums
         columns: dict[int, list[int]] = {}
         for page in lost:
             columns.setdefault(page % piece.pages_per_row, []).append(page // piece.pages_per_row)
@@ -167,6 +176,10 @@ class Guard:
 
     def _checksums(self, arena: Arena, offset: int, piece: Piece) -> np.ndarray:
         return arena.array(offset + piece.parity_bytes, (piece.pages, 2), np.dtype(np.uint32))
+
+
+def _parity(arena: Arena, offset: int, piece: Piece) -> np.ndarray:
+    return arena.view(offset, piece.parity_bytes).reshape(piece.parity_rows, piece.row_bytes)
 
 
 def void_record(piece: Piece) -> Record:

@@ -93,10 +93,15 @@ class DeviceTransaction(Transaction):
         self._arrived("init", ("init",), Point.FILL_LANES, leaves, spots, keep=False)
         return placed.init_leaves(job, leaves, loose)
 
-    def fill(self, step: int, *leaves: Sequence, **more: Sequence) -> None:
-        if isinstance(self._device, DeviceArena) and not self._cleared:
+    def _wipe(self, dirty: bool) -> None:
+        if not isinstance(self._device, DeviceArena):
+            super()._wipe(dirty)
+        elif not self._cleared:  # else `init` has, and what it has written since then stays
             self._device.clear()
-        super().fill(step, *leaves, **more)
+
+    @property
+    def _draining(self) -> bool:
+        return self._drainer.busy
 
     def wait_drained(self) -> None:
         secs = self._drainer.wait()
@@ -230,9 +235,9 @@ class DeviceTransaction(Transaction):
             piece = self.layout.pieces[number]
             block = guard.block(piece, self.version(piece, commit))
             if block is not None:
-                pages = np.flatnonzero(np.any(block[1] != self.checksums(piece, commit), axis=-1))
+                pages = np.flatnonzero(np.any(block.checksums != self.checksums(piece, commit), axis=-1))
                 if len(pages):
-                    guard.repair(piece, self.layout.address(piece, commit), pages.tolist(), *block)
+                    guard.repair(piece, self.layout.address(piece, commit), pages.tolist(), block)
                     damaged = True
             budget, number = budget - piece.nbytes, (number + 1) % len(self.layout.pieces)
             if number == 0:
@@ -303,8 +308,11 @@ class Drainer:
     def __init__(self, retained: Retained):
         self._retained = retained
         self._thread: threading.Thread | None = None
+        self._copied = threading.Event()
         self._error: BaseException | None = None
         self._secs = 0.0
+        self._count = 0
+        self.busy = False  # a drain was begun and nobody has waited for it
         self._pins: Pins | None = None
         if isinstance(retained.device, DeviceArena):
             region = retained.layout.by_name["parity"]
@@ -313,19 +321,23 @@ class Drainer:
     def start(self, pieces: Sequence[Piece], version: int) -> None:
         """Begins to drain blocks of `version`."""
         self.wait()
+        if self._thread is not None:
+            self._thread.join(DRAIN_SECS)  # it may still be pinning
+        self._copied.clear()
+        self._count += 1
+        self.busy = True
         self._thread = threading.Thread(target=self._run, args=(list(pieces), version), name=DRAIN_THREAD, daemon=True)
         self._thread.start()
 
     def wait(self) -> float:
         """Until nothing is on its way; returns for how many seconds the last drain ran. Raises its error, or DeadlineError."""
-        thread, self._thread = self._thread, None
-        if thread is None:
+        if not self.busy:
             return 0.0
-        thread.join(DRAIN_SECS)
-        if thread.is_alive():
+        if not self._copied.wait(DRAIN_SECS):
             raise errors.DeadlineError(
                 f"the copy of the parity to host memory did not end within {DRAIN_SECS:.0f} s; the GPU or its driver hangs"
             )
+        self.busy = False
         error, self._error = self._error, None
         if error is not None:
             raise error
@@ -334,6 +346,8 @@ class Drainer:
     def close(self) -> None:
         """Waits, and unpins what was pinned: for scratch memory, which goes before the process does."""
         self.wait()
+        if self._thread is not None:
+            self._thread.join(DRAIN_SECS)
         if self._pins is not None:
             self._pins.close()
 
@@ -345,10 +359,12 @@ class Drainer:
             else:
                 self._copy(pieces, version, self._pins)
             self._secs = time.monotonic() - begin
-            if self._pins is not None:
-                self._pins.more()
         except BaseException as exception:
             self._error = exception
+        self._copied.set()
+        if self._pins is not None and self._count > 1:  # not beside the first step of a takeover
+            with contextlib.suppress(errors.DeviceError):  # what cannot be pinned is copied all the same, more slowly
+                self._pins.more()
 
     def _copy(self, pieces: Sequence[Piece], version: int, pins: Pins) -> None:
         guard, hook = self._retained.guard, faults.store_hook()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import zlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 import jax
 import jax.numpy as jnp
@@ -62,6 +62,24 @@ class Retained:
 
     def companions(self, commit: int) -> list[jax.Array]:
         return self._leaves("companions", self.job.companion_homes, self.job.companion_specs, commit)
+
+    def arrays(self, group: str, commit: int) -> Iterator[np.ndarray]:
+        """The leaves of 'params', 'opt_state', 'companions' or 'extras' on the host, one after the other, in storage form. Read-only; on the CPU
+        they are the memory itself. Never through the views that are kept: JAX remembers what it has once copied of one to the host."""
+        job, spec = self.job, self.layout.spec
+        if group == "extras":
+            base = self.region(f"extras{commit % 2}")
+            places = [base + offset for offset in self.layout.extras.offsets]
+            specs: Sequence[LeafSpec] = spec.extras
+        else:
+            homes, specs = {
+                "params": (job.param_homes, spec.params),
+                "opt_state": (job.opt_homes, job.opt_specs),
+                "companions": (job.companion_homes, job.companion_specs),
+            }[group]
+            places = [self.place(home, commit) for home in homes]
+        for place, leaf in zip(places, specs, strict=True):
+            yield self.device.array(place, leaf.shape, jnp.dtype(leaf.dtype))
 
     def decided_from(self, commit: int) -> list[list[jax.Array]]:
         """The parameters, optimizer state and companions that decide reads: few, since what depends on one leaf is left to the chunks."""

@@ -79,9 +79,7 @@ def recover(
             transaction.drain(plan.target)
             commit = plan.target
         else:
-            retained.guard.drain(
-                (piece for piece in retained.layout.pieces if retained.guard.version(piece) != transaction.version(piece, commit)), commit
-            )
+            transaction.drain_stale(commit)
         transaction.encode_all(commit)
         if rank in plan.unknown_metrics:
             transaction.forget_metrics(commit)
@@ -111,10 +109,9 @@ def _repair_pages(retained: Retained, transaction: Transaction, target: int, pla
                     f"piece {piece.index}: {len(pages)} pages are lost and no parity of step {version} exists; not repairable here, restore from a checkpoint"
                 )
             continue  # nothing to compare with: it is encoded again
-        parity, checksums = block
-        pages.update(int(page) for page in checksum.locate(checksums, transaction.checksums(piece, commit)))
+        pages.update(int(page) for page in checksum.locate(block.checksums, transaction.checksums(piece, commit)))
         if pages:
-            repaired += guard.repair(piece, address, sorted(pages), parity, checksums)
+            repaired += guard.repair(piece, address, sorted(pages), block)
     return repaired
 
 

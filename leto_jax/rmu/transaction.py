@@ -60,12 +60,10 @@ class Transaction:
         Cost: writes the state once and encodes it.
         """
         job, retained = self.retained.job, self.retained
-        dirty = retained.life() is not Life.EMPTY or retained.metadata.lost()
+        dirty = retained.life() is not Life.EMPTY or bool(retained.metadata.lost())
         retained.metadata.write(Point.LIFE_FILLING, Record(Kind.LIFE, self.epoch, step, body=(Life.FILLING,)))
-        if dirty:  # a fill that was cut short, or a log of another life: no byte of it may count
-            for region in self.layout.regions:
-                if region.arena == "device" and region.nbytes:
-                    self._device.store(Point.FILL_LANES, region.offset, np.zeros(region.nbytes, np.uint8))
+        self._wipe(dirty)
+        if dirty:
             retained.metadata.clear_lost()
         homes = [
             *zip(job.param_homes, params, strict=True),
@@ -212,14 +210,22 @@ class Transaction:
         self._store_packed(Point.METRICS, "metrics", self.layout.metrics, commit, blanks)
 
     def encode_all(self, commit: int) -> None:
-        """Encodes every piece whose host copy is not of `commit` again, from the data. For a takeover that found stale parity."""
-        self.wait_drained()
+        """Encodes every piece of which no tier has a block of `commit` again, from the data. For a takeover that found stale parity."""
         guard = self.retained.guard
         for piece in self.layout.pieces:
             version = self.version(piece, commit)
-            if guard.version(piece) != version:
-                self._encode(piece, commit)
-                guard.drain([piece], version)
+            if guard.version(piece) == version or (
+                (staged := guard.staged(piece)) is not None and staged.step == version and self._draining
+            ):
+                continue  # what is on its way arrives before the next intent
+            self.wait_drained()
+            self._encode(piece, commit)
+            guard.drain([piece], version)
+
+    def drain_stale(self, commit: int) -> None:
+        """Brings the host copies up to `commit` that a crash has left behind, from what is staged."""
+        guard = self.retained.guard
+        self._drain([piece for piece in self.layout.pieces if guard.version(piece) != self.version(piece, commit)], commit)
 
     def version(self, piece: Piece, commit: int) -> int:
         """Version of a piece's data while the state is that of `commit`: read-only pieces are of the fill's for ever."""
@@ -247,6 +253,12 @@ class Transaction:
 
     # What a device does in another way: `rmu.device` ------------------------------------------------------------------------------
 
+    def _wipe(self, dirty: bool) -> None:
+        """Before a fill. dirty: there was one that was cut short, or another life; no byte of it may count."""
+        for region in self.layout.regions if dirty else ():
+            if region.arena == "device" and region.nbytes:
+                self._device.store(Point.FILL_LANES, region.offset, np.zeros(region.nbytes, np.uint8))
+
     def _compute(self, arguments: tuple) -> tuple:
         return self._run["compute"](*arguments)
 
@@ -269,6 +281,11 @@ class Transaction:
             self._encode(piece, step)
         retained.log.write(Point.MARK, mark)
 
+    @property
+    def _draining(self) -> bool:
+        """Whether a drain may still be on its way."""
+        return False
+
     def _drain(self, pieces: Sequence[Piece], commit: int) -> None:
         self.retained.guard.drain(pieces, commit)
         self.stale_ns += time.monotonic_ns() - self._committed_ns
@@ -288,9 +305,9 @@ class Transaction:
             block = guard.block(piece, self.version(piece, commit))
             if block is not None:
                 address = self.layout.address(piece, commit)
-                if guard.verify(piece, address, block[1], page, count):
+                if guard.verify(piece, address, block.checksums, page, count):
                     # A group reaches beyond the slice, and is repaired as a whole or not at all.
-                    guard.repair(piece, address, guard.verify(piece, address, block[1], 0, piece.pages), *block)
+                    guard.repair(piece, address, guard.verify(piece, address, block.checksums, 0, piece.pages), block)
                     damaged = True
             budget, page = budget - count, page + count
             if page == piece.pages:

@@ -38,6 +38,13 @@ def main() -> None:
     sys.path[0] = str(Path(script).resolve().parent)
     try:
         runpy.run_path(script, run_name="__main__")
+        if process.role == "plan":
+            raise errors.UsageError(f"{script} ended without entering a session: there is nothing to plan; use `with leto.session(...)`")
+    except errors.LetoError as exception:
+        if process.role != "plan":
+            raise
+        print(f"leto: {exception}", file=sys.stderr, flush=True)
+        raise SystemExit(2) from exception
     finally:
         if guardian is not None and guardian.is_alone():  # nobody will look for what this process has started: it does
             guardian.join(END_SECS)

@@ -33,10 +33,9 @@ def control_name(rank: int) -> str:
 
 @dataclasses.dataclass(frozen=True)
 class Promotion:
-    """The agent's order to a shadow: the old trainers are dead, the epoch is raised. failed_ns: CLOCK_MONOTONIC of the failure."""
+    """The agent's order to a shadow: the old trainers are dead, the epoch is raised."""
 
     epoch: int
-    failed_ns: int
 
 
 class Member:
@@ -78,6 +77,7 @@ class Member:
         Raises JobError while the last writer lives, MemoryBudgetError if they do not fit, UsageError if the job's have another size.
         """
         opened: list[Descriptor] = []
+        known = {kept.name for kept in self._ask(self.manager.list)} if gpu is not None else set()
 
         def descriptor(name: str, nbytes: int, on: int | None) -> int:
             kind = ARENA if on is None else gpu_kind(on)
@@ -86,9 +86,11 @@ class Member:
             return opened[-1].fd
 
         try:
-            return map_arenas(
-                layout, self.process.rank, descriptor, gpu, None if gpu is None else functools.partial(self._renew, layout, gpu)
-            )
+            renewal = None if gpu is None else functools.partial(self._renew, layout, gpu)
+            arenas = map_arenas(layout, self.process.rank, descriptor, gpu, renewal)
+            if gpu is not None and opened[0].name not in known:
+                arenas.device.wipe()
+            return arenas
         finally:
             for item in opened:
                 item.close()
@@ -128,7 +130,7 @@ class Member:
             protocol.close_fds(fds)
             if message.get("op") == "promote":
                 self._ask(lambda: self.manager.become("trainer", self.process.rank, self.process.incarnation))
-                return Promotion(int(message["epoch"]), int(message["failed_ns"]))
+                return Promotion(int(message["epoch"]))
 
     def _ask[T](self, request: Callable[[], T]) -> T:
         """A request to the manager; once more after a reconnect if the manager was replaced meanwhile."""

@@ -25,25 +25,25 @@ def temporary_bytes(programs: Mapping[str, Any]) -> int:
     return most
 
 
-def rows(layout: Layout, temporary: int) -> list[tuple[str, int, str]]:
-    """(what, bytes, note): what a trainer and its shadow take beside a trainer that has opened the device."""
+def rows(layout: Layout, temporary: int, shadow: bool) -> list[tuple[str, int, str]]:
+    """(what, bytes, note): what is taken beside a trainer that has opened the device. shadow: whether there will be one."""
     return [
         ("retained", layout.device_bytes, "state, gap, gradients, staging, log"),
         ("trainer", temporary, "the largest program's temporary memory"),
-        ("shadow", CONTEXT_BYTES + temporary, "its context, and the same while it rehearses"),
+        ("shadow", shadow * (CONTEXT_BYTES + temporary), "its context, and the same while it rehearses"),
         ("margin", MARGIN_BYTES, "the driver, fragments, what the script itself keeps"),
     ]
 
 
-def check(layout: Layout, programs: Mapping[str, Any], gpu: int) -> None:
+def check(layout: Layout, programs: Mapping[str, Any], gpu: int, shadow: bool) -> None:
     """Prints the table on stderr. Raises MemoryBudgetError with it if the device has not that much free."""
     free, total = cuda.memory(gpu)
-    found = rows(layout, temporary_bytes(programs))
+    found = rows(layout, temporary_bytes(programs), shadow)
     needed = sum(nbytes for _, nbytes, _ in found)
     lines = [f"  {what:<10}{nbytes / 2**30:>9.2f} GiB  {note}" for what, nbytes, note in found]
     table = "\n".join([f"GPU {gpu}: {free / 2**30:.2f} of {total / 2**30:.2f} GiB are free, {needed / 2**30:.2f} are needed", *lines])
     if needed > free:
         raise errors.MemoryBudgetError(
-            f"{table}\ntake a smaller model, batch or Protection(chunk_bytes=...), or end what else runs there (nvidia-smi)"
+            f"{table}\ntake a smaller model, batch or Protection(chunk_bytes=...), set XLA_PYTHON_CLIENT_PREALLOCATE=false, or end what else runs there (nvidia-smi)"
         )
     print(f"leto: {table}", file=sys.stderr, flush=True)

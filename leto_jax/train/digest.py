@@ -5,7 +5,6 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Iterable, Sequence
 
-import jax
 import numpy as np
 
 from leto_jax.layout import LeafSpec
@@ -19,16 +18,16 @@ def state_digest(retained: Retained, commit: int, position: bytes) -> str:
     """
     spec, job = retained.layout.spec, retained.job
     digest = hashlib.sha256()
-    parts: list[tuple[str, Sequence[jax.Array], Sequence[LeafSpec]]] = [
-        ("params", retained.params(commit), spec.params),
-        ("opt_state", retained.opt_state(commit), job.opt_specs),
-        ("companions", retained.companions(commit), job.companion_specs),
-        ("extras", retained.extras(commit), spec.extras),
+    parts: list[tuple[str, Sequence[LeafSpec]]] = [
+        ("params", spec.params),
+        ("opt_state", job.opt_specs),
+        ("companions", job.companion_specs),
+        ("extras", spec.extras),
     ]
-    for name, views, specs in parts:
-        for view, leaf in zip(views, specs, strict=True):
+    for name, specs in parts:
+        for array, leaf in zip(retained.arrays(name, commit), specs, strict=True):
             _add(digest, [name, leaf.describe()])
-            digest.update(np.ascontiguousarray(view).reshape(-1).view(np.uint8))
+            digest.update(np.ascontiguousarray(array).reshape(-1).view(np.uint8))
     _add(digest, [f"step {commit}"])
     digest.update(position)
     return digest.hexdigest()

@@ -16,9 +16,10 @@ import jax
 import numpy as np
 
 from leto_jax import errors, faults, records
+from leto_jax.arena import cuda
 from leto_jax.arena.control import Control, Word
 from leto_jax.arena.rank import Arenas, private_arenas
-from leto_jax.config import GPU_PROTECTION, Process, Protection
+from leto_jax.config import Process, Protection, for_gpu
 from leto_jax.faults import Phase
 from leto_jax.layout import Layout
 from leto_jax.records import Kind
@@ -39,7 +40,6 @@ PyTree = Any
 PROGRAMS_DEADLINE_SECS = 600.0
 CHECKPOINT_SECS = 3600.0
 LAST_SECS = 30.0
-GAVE_UP = 3  # exit code: stopped on purpose, state kept
 
 
 def session(
@@ -72,7 +72,6 @@ def session(
 class _Takeover:
     """What an attach took, for the journal. Times in CLOCK_MONOTONIC nanoseconds."""
 
-    failed_ns: int
     attached_ns: int
     stages: dict[str, float]
     compiles: int
@@ -134,11 +133,13 @@ class Session:
         self._key_data = jax.random.key_data(key)
         self._source = data.source(self._dataset)
         batch = data.source(self._dataset).next(1)  # for its shapes; drawn from an iterator of its own
-        protection = self._protection or (Protection() if self._gpu is None else GPU_PROTECTION)
+        protection = self._protection or Protection()
+        if self._gpu is not None:
+            protection = for_gpu(self._protection, cuda.granularity(self._gpu))
         in_place = None if self._gpu is None else self._device
         self._job = programs.trace(self._init, self._step.spec, batch, key, protection, in_place)
         if self._process is not None and self._process.role == "plan":
-            _print_plan(self._job.layout)
+            _print_plan(self._job.layout, self._gpu)
             raise SystemExit(0)
         lowered = executables.lower(self._job)
         self._compiles = _count_compiles()
@@ -168,7 +169,8 @@ class Session:
         compiled = executables.compile_all(lowered, to_pack)
         if self._gpu is not None:
             executables.check_in_place(self._job, compiled)
-            budget.check(self._job.layout, compiled, self._gpu)
+            alone = self._process is None  # then XLA has taken what it wants already
+            budget.check(self._job.layout, {} if alone else compiled, self._gpu, self._process is not None and self._process.shadow)
         return compiled
 
     def _compile_or_load(self, lowered, identity: executables.Identity) -> Mapping[str, Callable]:
@@ -177,7 +179,6 @@ class Session:
         assert member is not None
         found = member.published()
         if found is None:
-            member.event("compiling", programs=len(lowered))
             compiled = self._compile(lowered, to_pack=True)
             blob = executables.pack(compiled)
             member.lease()
@@ -217,10 +218,11 @@ class Session:
         """State views, metrics and the user's warm programs, on scratch memory."""
         state = State(retained, commit)
         batch = jax.tree_util.tree_unflatten(self._job.trees.batch, prewarm.blank_batch(self._job))
-        _ = state.params, state.opt_state, state.companions, state.extras
-        for function in self._warm:
+        if self._gpu is None:
+            _ = state.params, state.opt_state, state.companions, state.extras
+        for function in self._warm:  # on a GPU only these are worth the memory of a copy of what they read
             jax.block_until_ready(function(state, batch))
-        self._metrics_of(retained, commit)
+        jax.block_until_ready(self._metrics_of(retained, commit))
         state.die()
 
     def _begin(
@@ -249,6 +251,7 @@ class Session:
         self._ring = Ring(arenas.host, self._job.layout)
         recovered = rollforward.recover(self._retained, self._transaction, stage)
         if recovered.plan.action is Action.FILL:
+            self._at(Phase.INIT, 0, -1)  # no takeover: nothing was there
             with stage("fill"):
                 self._commit = self._fill()
         else:
@@ -261,9 +264,8 @@ class Session:
             self._pending = self._reposition()
         self._takeover = None
         if recovered.plan.action is not Action.FILL:
-            failed = promotion.failed_ns if promotion is not None else 0
             self._takeover = _Takeover(
-                failed, time.monotonic_ns(), stages, compiles, recovered.plan.action.value, recovered.plan.reason, recovered.repaired_pages
+                time.monotonic_ns(), stages, compiles, recovered.plan.action.value, recovered.plan.reason, recovered.repaired_pages
             )
         self._rows = _MetricsFile(self._process.job_dir / "metrics.jsonl" if self._process else None, self._commit)
         if self._commit > self._first:
@@ -274,6 +276,8 @@ class Session:
             self._member.event(
                 "attached", commit=self._commit, action=recovered.plan.action.value, reason=recovered.plan.reason, stages=stages
             )
+        if self._control is not None:
+            self._control.enter(Phase.BODY)  # what the script does from here on is its own
 
     def _fill(self) -> int:
         """The first state, or the newest checkpoint that the job was asked to go on from. Returns its step."""
@@ -436,6 +440,7 @@ class Session:
         if not timeout_secs > 0:
             raise errors.UsageError(f"section {name!r}: timeout_secs: expected a positive number of seconds, found {timeout_secs!r}")
         control = self._control
+        outer = control[Word.SECTION_DEADLINE_NS] if control is not None else 0
         if control is not None:
             control[Word.SECTION_DEADLINE_NS] = time.monotonic_ns() + int(timeout_secs * 1e9)
             control.enter(Phase.SECTION)
@@ -443,8 +448,8 @@ class Session:
             yield
         finally:
             if control is not None:
-                control[Word.SECTION_DEADLINE_NS] = 0
-                control.enter(Phase.BODY)
+                control[Word.SECTION_DEADLINE_NS] = outer
+                control.enter(Phase.SECTION if outer else Phase.BODY)
 
     # Leaving ----------------------------------------------------------------------------------------------------------------------
 
@@ -455,13 +460,16 @@ class Session:
             print(f"leto: stopped: {exception}", file=sys.stderr, flush=True)
             if self._member is not None:
                 self._member.event("stopped", reason=str(exception))
-            raise SystemExit(GAVE_UP) from exception
+            raise SystemExit(errors.GAVE_UP) from exception
 
     def _finish(self) -> None:
         self._transaction.wait_drained()
         digest = state_digest(self._retained, self._commit, self._source.position())
         loss = self._loss()
         if self._control is not None:
+            if self._takeover is not None and not self._control[Word.STEPS_DONE]:  # what was cut off was the last step
+                now = time.monotonic_ns()
+                self._taken_over(self._takeover, now, now)
             self._control.enter(Phase.DONE)
             self._control[Word.ARMED_SINCE_NS] = 0
         print(f"final step={self._commit} loss={loss!r} digest=sha256:{digest}", flush=True)
@@ -497,23 +505,26 @@ class Session:
         control[Word.STALE_NS_TOTAL] = self._transaction.stale_ns
         control[Word.STEPS_DONE] = control[Word.STEPS_DONE] + 1
         if control[Word.STEPS_DONE] == 1:
-            control[Word.FIRST_COMMIT_NS] = end
             if takeover is not None:
-                takeover.stages["body"] = (begin - takeover.attached_ns) / 1e9
-                takeover.stages["first_step"] = (end - begin) / 1e9
-                self._member.event(
-                    "takeover",
-                    commit=self._commit,
-                    failed_ns=takeover.failed_ns,
-                    finished_ns=end,
-                    stages=takeover.stages,
-                    compiles=self._compiles() - takeover.compiles,
-                    action=takeover.action,
-                    reason=takeover.reason,
-                    repaired_pages=takeover.repaired_pages,
-                )
+                self._taken_over(takeover, begin, end)
             else:
                 self._member.event("first_step", commit=self._commit, secs=(end - begin) / 1e9)
+
+    def _taken_over(self, takeover: _Takeover, begin: int, end: int) -> None:
+        """Tells the agent that training goes on; begin, end: of the first step after the takeover, in CLOCK_MONOTONIC nanoseconds."""
+        assert self._member is not None
+        takeover.stages["body"] = (begin - takeover.attached_ns) / 1e9
+        takeover.stages["first_step"] = (end - begin) / 1e9
+        self._member.event(
+            "takeover",
+            commit=self._commit,
+            finished_ns=end,
+            stages=takeover.stages,
+            compiles=self._compiles() - takeover.compiles,
+            action=takeover.action,
+            reason=takeover.reason,
+            repaired_pages=takeover.repaired_pages,
+        )
 
     def _checked(self, batch: PyTree, step: int) -> list[np.ndarray]:
         """A batch's leaves in storage form. Raises UsageError naming the first leaf that is not as planned."""
@@ -563,11 +574,15 @@ class _MetricsFile:
             for name, value in metrics.items()
             if np.ndim(value) == 0 and np.issubdtype(np.asarray(value).dtype, np.number)
         }
-        self._file.write(json.dumps({"step": step, **scalars}).encode() + b"\n")
+        try:
+            self._file.write(json.dumps({"step": step, **scalars}).encode() + b"\n")
+        except OSError as exception:  # a full disk must not end the training; the rows from here on are missing
+            print(f"leto: metrics are no longer written: {exception}", file=sys.stderr, flush=True)
+            self._file = None
         self._last = step
 
 
-def _print_plan(layout: Layout) -> None:
+def _print_plan(layout: Layout, gpu: int | None) -> None:
     from rich.console import Console
     from rich.table import Table
 
@@ -579,11 +594,10 @@ def _print_plan(layout: Layout) -> None:
         table.add_column(column, justify=justify)  # type: ignore[arg-type]
     for what, nbytes, note in layout.table():
         table.add_row(what, f"{nbytes / 2**20:.2f}", note)
-    table.add_row(
-        "shadow, while it gets ready",
-        f"{(layout.device_bytes + layout.host_bytes) / 2**20:.2f}",
-        "its own memory; one rehearsal on scratch arenas",
-    )
+    scratch, note = layout.device_bytes + layout.host_bytes, "its own memory; one rehearsal on scratch arenas"
+    if gpu is not None:
+        scratch, note = budget.CONTEXT_BYTES, "its CUDA context; what its programs take while it rehearses comes on top"
+    table.add_row("shadow, while it gets ready", f"{scratch / 2**20:.2f}", note)
     Console(width=120).print(table)
 
 

@@ -86,6 +86,7 @@ def user_tree(views: Sequence[jax.Array], specs: Sequence[LeafSpec], treedef: An
     on_host = device.platform == "cpu"  # where device_put takes NumPy's memory as it is, and keeps a view a view
     own = lambda view: jax.device_put(np.array(view, copy=True) if on_host else view, device, may_alias=on_host)
     leaves = [from_storage(own(view), spec) for view, spec in zip(views, specs, strict=True)]
+    jax.block_until_ready(leaves)  # XLA does not know that the next update writes what is being copied
     return jax.tree_util.tree_unflatten(treedef, leaves)
 
 

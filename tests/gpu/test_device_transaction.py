@@ -20,6 +20,7 @@ import pytest
 from leto_jax import faults
 from leto_jax.arena.metadata import LostRange
 from leto_jax.arena.rank import Arenas, private_arenas
+from leto_jax.checkpoint import frozen
 from leto_jax.config import MIB, Protection
 from leto_jax.faults import Moment, Point
 from leto_jax.rmp import checksum, reference
@@ -112,14 +113,10 @@ class Life:
         self.transaction.close()
 
     def state(self) -> dict[str, np.ndarray]:
-        retained, commit = self.retained, self.commit
-        groups = {
-            "params": (retained.params(commit), self.job.layout.spec.params),
-            "opt": (retained.opt_state(commit), self.job.opt_specs),
-            "companions": (retained.companions(commit), self.job.companion_specs),
-            "extras": (retained.extras(commit), self.job.layout.spec.extras),
-        }
-        return {f"{name}{spec.path}": np.asarray(x) for name, (xs, specs) in groups.items() for x, spec in zip(xs, specs, strict=True)}
+        found = {}
+        for name, specs in frozen.specs(self.job).items():
+            found |= {f"{name}{spec.path}": x for x, spec in zip(self.retained.arrays(name, self.commit), specs, strict=True)}
+        return found
 
     def digest(self) -> str:
         found = hashlib.sha256()
@@ -138,8 +135,8 @@ class Life:
             data = retained.device.view(retained.layout.address(piece, self.commit), piece.nbytes)
             block = guard.block(piece, version)
             assert block is not None
-            assert np.array_equal(block[0], reference.encode(data.reshape(-1, piece.row_bytes), piece.parity_rows))
-            assert np.array_equal(block[1], checksum.page_checksums_np(data.view(np.uint32).reshape(piece.pages, -1)))
+            assert np.array_equal(block.parity(), reference.encode(data.reshape(-1, piece.row_bytes), piece.parity_rows))
+            assert np.array_equal(block.checksums, checksum.page_checksums_np(data.view(np.uint32).reshape(piece.pages, -1)))
 
 
 @functools.cache
@@ -216,7 +213,7 @@ def test_other_updates_repeat_to_the_bit(name):
 
 
 PLACES = [
-    (Point.FILL_SCALARS, Moment.BEFORE, 0),
+    (Point.FILL_SCALARS, Moment.BEFORE, 0),  # the next one fills again, over what `init` has already written
     (Point.GRADIENTS_STORED, Moment.BEFORE, 2),
     (Point.GRADIENTS_STORED, Moment.AFTER, 2),
     (Point.SCALARS, Moment.TORN, 2),

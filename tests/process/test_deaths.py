@@ -141,7 +141,7 @@ def test_an_agent_that_fails_by_itself_keeps_the_state(jobs):
     run = jobs.start("--workers", steps=STEPS, command=("-c", BROKEN))
     run.wait_for_shadow()
     run.allow(4)
-    assert run.finish() == 1
+    assert run.finish() == 3
     assert "OSError: [Errno 28] No space left on device" in run.err
     assert "the state is kept: `leto run --job " in run.err
     assert run.carriers() == {}

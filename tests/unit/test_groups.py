@@ -17,7 +17,7 @@ from leto_jax.errors import TooManyErasuresError, UnrecoverableError
 from leto_jax.faults import Moment, Point
 from leto_jax.layout import JobSpec, LeafSpec, Piece, SignatureSpec
 from leto_jax.rmp import checksum, reference
-from leto_jax.rmp.groups import Guard
+from leto_jax.rmp.groups import Block, Guard
 
 SEED, PAGE, ROWS = 9, 512, 4
 
@@ -81,6 +81,16 @@ class Bench:
         self.host.close()
 
 
+def made(parity: np.ndarray, checksums: np.ndarray) -> Block:
+    return Block(checksums, lambda: parity)
+
+
+def both(block: Block | None) -> tuple[np.ndarray, np.ndarray]:
+    """(parity, checksums) of a block that must be there."""
+    assert block is not None
+    return block.parity(), block.checksums
+
+
 @pytest.fixture
 def bench():
     made = Bench()
@@ -103,8 +113,7 @@ def test_a_block_counts_in_the_tier_that_has_its_version(bench):
         if drained:
             bench.guard.drain([piece], 0)
             bench.guard.invalidate(piece, staged=True, host=False)
-        found = bench.guard.block(piece, 0)
-        assert found is not None
+        found = both(bench.guard.block(piece, 0))
         assert np.array_equal(found[0], parity)
         assert np.array_equal(found[1], sums)
         assert not found[0].flags.writeable
@@ -115,9 +124,7 @@ def test_a_block_counts_in_the_tier_that_has_its_version(bench):
     bench.hurt(piece, [0])
     bench.stage(piece, 1)
     for version, want in ((0, sums), (1, bench.encoded(piece)[1])):
-        block = bench.guard.block(piece, version)
-        assert block is not None
-        assert np.array_equal(block[1], want)
+        assert np.array_equal(both(bench.guard.block(piece, version))[1], want)
     bench.guard.invalidate(piece, staged=False, host=True)
     assert bench.guard.version(piece) is None
     assert bench.guard.block(piece, 0) is None
@@ -162,7 +169,7 @@ def test_a_block_that_is_staged_only_in_part_does_not_count(bench, moment):
             pass
         for version, want in ((0, old), (7, new)):
             block = bench.guard.block(piece, version)
-            assert block is None or all(np.array_equal(a, b) for a, b in zip(block, want, strict=True)), (stop, version)
+            assert block is None or all(np.array_equal(a, b) for a, b in zip(both(block), want, strict=True)), (stop, version)
     assert stop == 5, "void, two parity rows, checksums, record"
 
 
@@ -200,7 +207,7 @@ def test_a_drain_that_is_cut_short_never_shows_a_version_that_is_not_there(bench
                 block = after.block(piece, version)
                 assert block is not None
                 want = {0: old, 7: new}[version][piece.index]
-                assert all(np.array_equal(a, b) for a, b in zip(block, want, strict=True)), (stop, version)
+                assert all(np.array_equal(a, b) for a, b in zip(both(block), want, strict=True)), (stop, version)
         # And whoever drains again makes it good.
         after.drain(pieces, 7)
         assert all(after.version(piece) == 7 for piece in pieces)
@@ -252,7 +259,7 @@ def test_every_set_of_lost_pages_that_parity_can_rebuild(parity):
                 lost = sorted(page for column in columns for page in pages(piece, column, rows))
                 bench.hurt(piece, lost)
                 assert bench.guard.verify(piece, bench.address(piece), block[1], 0, piece.pages) == lost
-                assert bench.guard.repair(piece, bench.address(piece), lost, *block) == len(lost)
+                assert bench.guard.repair(piece, bench.address(piece), lost, made(*block)) == len(lost)
                 assert np.array_equal(bench.data(piece), before)
     bench.close()
 
@@ -265,7 +272,7 @@ def test_one_page_too_many_is_an_error_that_says_so(parity):
     for rows in itertools.combinations(range(ROWS), parity + 1):
         text = f"piece 1, group 1: {parity + 1} of 4 pages are lost, parity rebuilds at most {parity}; restore from a checkpoint"
         with pytest.raises(TooManyErasuresError, match=re.escape(text)):
-            bench.guard.repair(piece, bench.address(piece), pages(piece, 1, rows), *block)
+            bench.guard.repair(piece, bench.address(piece), pages(piece, 1, rows), made(*block))
     bench.close()
 
 
@@ -278,7 +285,7 @@ def test_with_two_parity_rows_a_damaged_one_is_found_out(bench, row, damaged):
     parity[damaged] = np.random.default_rng(SEED).integers(0, 256, parity.shape[1], np.uint8)
     lost = pages(piece, 0, (row,))
     bench.hurt(piece, lost)
-    assert bench.guard.repair(piece, bench.address(piece), lost, parity, sums) == 1
+    assert bench.guard.repair(piece, bench.address(piece), lost, made(parity, sums)) == 1
     assert np.array_equal(bench.data(piece), before)
 
 
@@ -293,7 +300,7 @@ def test_with_no_parity_to_spare_a_damaged_row_is_an_error_that_says_so():
         before = bench.data(piece)
         text = f"piece 0, group 0: rebuilt pages of rows {list(rows)} do not have their checksums; data and parity are damaged together, restore from a checkpoint"
         with pytest.raises(UnrecoverableError, match=re.escape(text)):
-            bench.guard.repair(piece, bench.address(piece), lost, parity, sums)
+            bench.guard.repair(piece, bench.address(piece), lost, made(parity, sums))
         assert np.array_equal(bench.data(piece), before), "nothing is stored that is not right"
         bench.close()
 
@@ -308,7 +315,7 @@ def test_two_pages_of_a_group_damaged_alike_are_damaged(bench):
     assert reference.verify(bench.data(piece).reshape(ROWS, -1), block[0])[0]
     lost = bench.guard.verify(piece, bench.address(piece), block[1], 0, piece.pages)
     assert lost == pages(piece, 1, (0, 2))
-    bench.guard.repair(piece, bench.address(piece), lost, *block)
+    bench.guard.repair(piece, bench.address(piece), lost, made(*block))
     assert np.array_equal(bench.data(piece), before)
 
 
@@ -327,10 +334,10 @@ def test_a_repair_that_dies_is_repeated(bench):
             return True
 
         with pytest.raises(Stop), faults.armed(hook):
-            bench.guard.repair(piece, bench.address(piece), lost, *block)
+            bench.guard.repair(piece, bench.address(piece), lost, made(*block))
         suspects = bench.guard.verify(piece, bench.address(piece), block[1], 0, piece.pages)
         assert set(suspects) <= set(lost)
-        bench.guard.repair(piece, bench.address(piece), suspects, *block)
+        bench.guard.repair(piece, bench.address(piece), suspects, made(*block))
         assert np.array_equal(bench.data(piece), before)
 
 
@@ -338,9 +345,8 @@ def test_read_only_pieces_are_guarded_like_any_other(bench):
     piece = bench.layout.read_only_pieces[0]
     bench.guard.drain([piece], 0)
     before = bench.data(piece)
-    block = bench.guard.block(piece, 0)
-    assert block is not None
+    block = both(bench.guard.block(piece, 0))
     bench.hurt(piece, [0, piece.pages - 1])
     lost = bench.guard.verify(piece, bench.address(piece), block[1], 0, piece.pages)
-    bench.guard.repair(piece, bench.address(piece), lost, *block)
+    bench.guard.repair(piece, bench.address(piece), lost, made(*block))
     assert np.array_equal(bench.data(piece), before)
