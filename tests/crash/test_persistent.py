@@ -132,7 +132,7 @@ def test_nothing_that_is_good(two, tmp_path):
     (tmp_path / "empty").mkdir()
     with pytest.raises(errors.CheckpointError, match="there is none"):
         persistent.restore(v.job, tmp_path / "empty")
-    with pytest.raises(errors.CheckpointError, match="expected a directory of checkpoints at .*, found nothing"):
+    with pytest.raises(errors.CheckpointError, match=r"expected a directory of checkpoints at .*, found nothing"):
         persistent.restore(v.job, tmp_path / "nowhere")
 
 

@@ -286,7 +286,7 @@ def talk_nonsense(run: Run) -> None:
                     answer += piece
             assert not answer or b"ProtocolError" in answer
     asked = {
-        "agent: expected hello, event, status, inject or stop, found 'nonsense'": {"op": "nonsense"},
+        "agent: expected hello, event, status, inject, checkpoint or stop, found 'nonsense'": {"op": "nonsense"},
         "agent: expected a request with all its fields, found something else (KeyError: 'incarnation')": {"op": "hello"},
         "found something else (ValueError: 'nonsense' is not a valid FailureKind)": {
             "op": "inject",
