@@ -29,6 +29,7 @@ from leto_jax.config import deterministic, state_root
 from leto_jax.goodput import journal, report
 
 DIFFERS = 4
+MAX_CELLS = 60  # of one stage in a timeline
 SCRIPT = Path(__file__).resolve().parent.parent / "experiments" / "train_lm.py"
 _FINAL = re.compile(r"^final step=(\d+) loss=(\S+) digest=sha256:([0-9a-f]{64})$", re.MULTILINE)
 _LOSS = re.compile(r"^step (\d+) loss (\S+)", re.MULTILINE)
@@ -284,6 +285,6 @@ def _timeline(item: dict[str, Any], secs_per_cell: float = 0.02) -> str:
     names = (("detect", "D"), ("fence", "F"), ("attach", "A"), ("verify", "V"), ("roll_forward", "R"), ("first_step", "S"))
     return (
         "|"
-        + "".join(letter * max(1, round(item["stages"].get(name, 0.0) / secs_per_cell)) for name, letter in names)
+        + "".join(letter * min(MAX_CELLS, max(1, round(item["stages"].get(name, 0.0) / secs_per_cell))) for name, letter in names)
         + f"| {item['takeover_secs']:.3f} s"
     )

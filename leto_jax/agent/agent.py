@@ -427,14 +427,13 @@ class Agent:
         failed_ns = detected_ns
         injected = self._injection.fired()
         if injected is not None:
-            fired_ns = control[Word.INJECT_FIRED_NS]
             if kind in (Kind.SIGNAL, Kind.EXIT):
-                failed_ns = fired_ns
+                failed_ns = injected.ns
             else:
-                detect_secs = (detected_ns - fired_ns) / 1e9
-            if injected in DAMAGE:
-                self._damage = injected
-        name = injected.value if injected is not None else kind.value
+                detect_secs = (detected_ns - injected.ns) / 1e9
+            if injected.kind in DAMAGE:
+                self._damage = injected.kind
+        name = injected.kind.value if injected is not None else kind.value
         try:
             phase = control.phase
         except errors.RecordError:

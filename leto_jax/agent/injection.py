@@ -7,7 +7,7 @@ import dataclasses
 import socket
 import time
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 from leto_jax import errors
 from leto_jax.arena.control import PHASES, Control, Word
@@ -35,13 +35,20 @@ class _Request:
     placed: bool = False
 
 
+class Fired(NamedTuple):
+    """An injected failure. ns: CLOCK_MONOTONIC when the trainer carried it out."""
+
+    kind: FailureKind
+    ns: int
+
+
 class Injection:
     """The injection that waits, if any. Writes the agent's control words."""
 
     def __init__(self, control: Control, journal: Journal, deadlines: Deadlines):
         self._control, self._journal, self._deadlines = control, journal, deadlines
         self._request: _Request | None = None
-        self._fired: FailureKind | None = None
+        self._fired: Fired | None = None
         control[Word.INJECT_TAKEN] = control[Word.INJECT_SEQUENCE]  # what an earlier agent was asked for is void
 
     def ask(self, sock: socket.socket, message: Mapping[str, Any], on_gpu: bool) -> None:
@@ -77,7 +84,7 @@ class Injection:
     def serve(self, in_loop: bool, shadow_ready: bool) -> None:
         """Places a waiting request once the job is in its loop (and a shadow ready, if asked for); gives up at its deadline."""
         request, control = self._request, self._control
-        if request is None:
+        if request is None or self._fired is not None:  # what has fired is still to be noticed
             return
         if not request.placed and (request.phase is Phase.TAKEOVER or (in_loop and (shadow_ready or not request.when_ready))):
             control[Word.INJECT_KIND] = KINDS.index(request.kind)
@@ -87,9 +94,8 @@ class Injection:
             control[Word.INJECT_FIRED_NS] = 0
             control[Word.INJECT_SEQUENCE] = control[Word.INJECT_SEQUENCE] + 1
             request.placed = True
-        elif request.placed and control[Word.INJECT_FIRED_NS]:  # what it leads to may take long to be noticed
-            self._fired = request.kind
-            self._reply({"ok": True, "fired_step": control[Word.INJECT_FIRED_STEP], "kind": request.kind.value})
+        elif time.monotonic() > request.deadline and request.placed and control[Word.INJECT_FIRED_NS]:
+            self._note(request)  # a hang may take longer to be noticed than anybody wants to wait for the answer
         elif time.monotonic() > request.deadline:
             control[Word.INJECT_TAKEN] = control[Word.INJECT_SEQUENCE]
             wanted = "a ready shadow" if request.when_ready else "the first step"
@@ -97,11 +103,18 @@ class Injection:
                 wanted = f"phase {request.phase.value}"
             self.refuse(errors.DeadlineError(f"inject: the job did not come to {wanted} in time; nothing was injected"))
 
-    def fired(self) -> FailureKind | None:
+    def fired(self) -> Fired | None:
         """What the failure that has just happened was, if it was the one asked for; answers whoever asked."""
-        self.serve(False, False)  # it may have fired since the last look
+        request = self._request
+        if self._fired is None and request is not None and request.placed and self._control[Word.INJECT_FIRED_NS]:
+            self._note(request)
         fired, self._fired = self._fired, None
         return fired
+
+    def _note(self, request: _Request) -> None:
+        control = self._control
+        self._fired = Fired(request.kind, control[Word.INJECT_FIRED_NS])
+        self._reply({"ok": True, "fired_step": control[Word.INJECT_FIRED_STEP], "kind": request.kind.value})
 
     def refuse(self, error: errors.LetoError) -> None:
         """Answers whoever waits with an error."""

@@ -1,0 +1,115 @@
+"""One injection at a time: placed when the job is ready for it, answered when its failure is noticed, and never mixed up with the next one."""
+
+from __future__ import annotations
+
+import os
+import socket
+import time
+from collections.abc import Iterator
+
+import pytest
+
+from leto_jax.agent.injection import Injection
+from leto_jax.arena.control import BYTES, PHASES, Control, Word
+from leto_jax.config import Deadlines
+from leto_jax.errors import JobError, UsageError
+from leto_jax.faults import Phase
+from leto_jax.manager import protocol
+from leto_jax.shadow.inject import KINDS, FailureKind
+
+
+class Notes:
+    def write(self, event: str, **fields: object) -> None:
+        pass
+
+
+@pytest.fixture
+def control() -> Iterator[Control]:
+    fd = os.memfd_create("control")
+    os.ftruncate(fd, BYTES)
+    words = Control(fd)
+    os.close(fd)
+    words.claim(1234, 1, 100)
+    yield words
+    words.close()
+
+
+@pytest.fixture
+def sockets() -> Iterator[tuple[socket.socket, socket.socket]]:
+    ours, theirs = socket.socketpair()
+    with ours, theirs:
+        yield ours, theirs
+
+
+def ask(injection: Injection, sock: socket.socket, kind: str = "sigkill", phase: str = "compute", **more: object) -> None:
+    injection.ask(sock, {"op": "inject", "kind": kind, "phase": phase, "deadline_secs": 30, **more}, on_gpu=False)
+
+
+def answer(sock: socket.socket) -> protocol.Message:
+    return protocol.receive(sock, deadline=time.monotonic() + 5)[0]
+
+
+def fire(control: Control, step: int) -> int:
+    """What the trainer does. Returns when."""
+    control[Word.INJECT_TAKEN] = control[Word.INJECT_SEQUENCE]
+    control[Word.INJECT_FIRED_STEP] = step
+    control[Word.INJECT_FIRED_NS] = now = time.monotonic_ns()
+    return now
+
+
+def test_the_next_one_is_not_placed_before_the_failure_of_the_first_is_noticed(control, sockets):
+    ours, theirs = sockets
+    injection = Injection(control, Notes(), Deadlines())
+    ask(injection, theirs, deadline_secs=0.01)
+    injection.serve(in_loop=False, shadow_ready=False)
+    assert control[Word.INJECT_SEQUENCE] == 0
+    injection.serve(in_loop=True, shadow_ready=False)
+    assert (control[Word.INJECT_KIND], control[Word.INJECT_PHASE]) == (KINDS.index(FailureKind.SIGKILL), PHASES.index(Phase.COMPUTE))
+    fired_ns = fire(control, 7)
+    time.sleep(0.02)
+    injection.serve(True, False)  # its deadline is over, and it has fired
+    assert answer(ours) == {"ok": True, "fired_step": 7, "kind": "sigkill"}
+    ask(injection, theirs, kind="sigstop", phase="update")
+    injection.serve(True, True)
+    assert (control[Word.INJECT_SEQUENCE], control[Word.INJECT_FIRED_NS]) == (1, fired_ns)
+    assert injection.fired() == (FailureKind.SIGKILL, fired_ns)
+    assert injection.fired() is None
+    injection.serve(True, True)
+    assert control[Word.INJECT_SEQUENCE] == 2
+    fired_ns = fire(control, 9)
+    assert injection.fired() == (FailureKind.SIGSTOP, fired_ns)
+    assert answer(ours)["fired_step"] == 9
+
+
+def test_a_failure_of_its_own_is_not_taken_for_the_one_that_waits(control, sockets):
+    injection = Injection(control, Notes(), Deadlines())
+    ask(injection, sockets[1], when_ready=True)
+    injection.serve(True, shadow_ready=False)
+    assert injection.fired() is None
+    injection.serve(True, shadow_ready=True)
+    assert injection.fired() is None
+    with pytest.raises(JobError, match="another injection is still waiting"):
+        ask(injection, sockets[1])
+    fire(control, 3)
+    assert injection.fired() is not None
+
+
+def test_what_did_not_fire_in_time(control, sockets):
+    ours, theirs = sockets
+    injection = Injection(control, Notes(), Deadlines())
+    for when_ready, in_loop, wanted in ((False, False, "the first step"), (True, True, "a ready shadow"), (False, True, "phase commit")):
+        ask(injection, theirs, phase="commit", deadline_secs=0.01, when_ready=when_ready)
+        injection.serve(in_loop, False)
+        time.sleep(0.02)
+        injection.serve(in_loop, False)
+        assert answer(ours)["error"]["message"] == f"inject: the job did not come to {wanted} in time; nothing was injected"
+        assert control[Word.INJECT_TAKEN] == control[Word.INJECT_SEQUENCE]  # it must not fire later
+
+
+def test_a_step_that_is_over_or_never_comes(control, sockets):
+    control[Word.COMMIT] = 10
+    injection = Injection(control, Notes(), Deadlines())
+    for step in (10, 101):
+        with pytest.raises(UsageError, match=f"--step {step}: expected a step that comes yet, 11 to 100"):
+            ask(injection, sockets[1], step=step)
+    ask(injection, sockets[1], step=11)
