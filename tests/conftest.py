@@ -20,6 +20,7 @@ os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES", "-1")
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     run_slow = "slow" in (config.option.markexpr or "")
     gpu = shutil.which("nvidia-smi") is not None and os.environ.get("JAX_PLATFORMS") != "cpu"
+    items.sort(key=lambda item: item.path.parent.name != "process")  # the long ones first: no worker ends up alone with one of them
     for item in items:
         # Not item.keywords: the folders that the clone lies in are among them.
         if item.get_closest_marker("slow") and not run_slow:
