@@ -11,6 +11,8 @@ from pathlib import Path
 import pytest
 
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
+# Where Python may not write bytecode, each of the hundreds of processes that tests start would compile JAX and Flax anew, two seconds each.
+os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 # Compiled programs are shared between the processes that tests start; a shadow is still proven to compile nothing at a takeover.
 _cache = os.environ.setdefault("JAX_COMPILATION_CACHE_DIR", str(Path(tempfile.gettempdir()) / f"leto-tests-xla-{os.getuid()}"))
 os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0")
