@@ -41,8 +41,8 @@ def horner_shift(factors: Sequence[int]) -> int | None:
 
 def horner_shifts(coefficients: Coefficients) -> tuple[int, ...] | None:
     """`horner_shift` of every row, None unless all of them have one."""
-    shifts = tuple(horner_shift(row) for row in coefficients)
-    return None if None in shifts else shifts  # type: ignore[return-value]
+    shifts = tuple(shift for row in coefficients if (shift := horner_shift(row)) is not None)
+    return shifts if len(shifts) == len(coefficients) else None
 
 
 def horner(accumulator: jax.Array, words: jax.Array, shift: int) -> jax.Array:

@@ -2,27 +2,15 @@
 
 from __future__ import annotations
 
-import os
 import time
-from collections.abc import Iterator
 
 import pytest
 
-from leto_jax.arena.control import BYTES, Control, Word
+from leto_jax.arena.control import Word
 from leto_jax.errors import RecordError
 from leto_jax.faults import Phase
 
 PID, INCARNATION, STEPS = 4321, 3, 100
-
-
-@pytest.fixture
-def control() -> Iterator[Control]:
-    fd = os.memfd_create("control")
-    os.ftruncate(fd, BYTES)
-    words = Control(fd)
-    os.close(fd)
-    yield words
-    words.close()
 
 
 def test_what_a_trainer_writes_is_no_damage(control):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import socket
 import time
 from collections.abc import Iterator
@@ -10,7 +9,7 @@ from collections.abc import Iterator
 import pytest
 
 from leto_jax.agent.injection import Injection
-from leto_jax.arena.control import BYTES, PHASES, Control, Word
+from leto_jax.arena.control import PHASES, Control, Word
 from leto_jax.config import Deadlines
 from leto_jax.errors import JobError, UsageError
 from leto_jax.faults import Phase
@@ -24,14 +23,9 @@ class Notes:
 
 
 @pytest.fixture
-def control() -> Iterator[Control]:
-    fd = os.memfd_create("control")
-    os.ftruncate(fd, BYTES)
-    words = Control(fd)
-    os.close(fd)
-    words.claim(1234, 1, 100)
-    yield words
-    words.close()
+def control(control: Control) -> Control:
+    control.claim(1234, 1, 100)
+    return control
 
 
 @pytest.fixture

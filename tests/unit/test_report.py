@@ -455,7 +455,7 @@ def test_a_journal_that_says_too_little():
     with pytest.raises(RecordError, match=r"journal, event 4 \(first_step\): expected the field 'secs', found none"):
         report.summarise(broken)
     with pytest.raises(RecordError, match=r"journal, event 1 \(None\): expected the field 'event', found none"):
-        report.summarise([7])  # type: ignore[list-item]
+        report.summarise([7])
 
 
 # Files and tables -------------------------------------------------------------------------------------------------------------------

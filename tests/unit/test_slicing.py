@@ -152,7 +152,7 @@ def check(
     companions = {name: jax.tree.map(init, params) for name, (init, _) in after.items()}
     extended = optax.with_extra_args_support(tx.gradient_transformation() if isinstance(tx, optax.MultiSteps) else tx)
 
-    def whole(grads, params, opt_state, companions, step, loss):  # type: ignore[no-untyped-def]
+    def whole(grads, params, opt_state, companions, step, loss):
         grads = jax.tree.map(lambda g, p: g.astype(p.dtype), grads, params)
         try:
             updates, opt_state = extended.update(grads, opt_state, params, value=loss)
