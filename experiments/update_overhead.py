@@ -103,7 +103,7 @@ def undo_way(job: programs.Job) -> Callable[[], Any]:
     as_words = lambda x: jax.lax.bitcast_convert_type(x, jnp.uint32)  # else JAX would hand the input on instead of copying it
     copy = jax.jit(lambda old, _: [as_words(x) for x in old], donate_argnums=1, keep_unused=True)
     update = jax.jit(lambda g, old: programs.elementwise_update(job, number, values, jnp.int32(programs.APPLY), g, old), donate_argnums=1)
-    encode_one = placed._encoder(job, jax.devices()[0])
+    encode_one = placed.encoder(job, jax.devices()[0])
     encode = jax.jit(lambda new: [encode_one(placed.lane_words(x, how.data_rows)) for x in new])
     grad = jnp.full((chunk.length,), 0.01)
     held = [[jnp.full((chunk.length,), 0.1) for _ in range(lanes)] for _ in layout.chunks]

@@ -1,7 +1,7 @@
 """Retained memory of a GPU: segments of device memory that the state manager owns, mapped one after the other.
 
 What the host stores and reads goes through the driver, and waits for the programs that were queued before. What programs write goes through
-donated views (`views.target`), and counts once a record says so.
+donated views (`views.view`), and counts once a record says so.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from leto_jax import faults, records
 from leto_jax.arena import cuda
 from leto_jax.arena.memory import Arena
 from leto_jax.faults import Moment, Point
+from leto_jax.layout import round_up
 
 SEGMENT_BYTES = 1 << 30
 SCRATCH_BYTES = 64 << 20
@@ -30,7 +31,8 @@ class Renewal(Protocol):
 class DeviceArena(Arena):
     """`nbytes` of device memory behind descriptors, mapped read-write for one device. Owns the mapping, not the descriptors.
 
-    renewal: gives new memory for a segment, see `Renewal`; None where lost memory cannot be replaced. settle: waits until every program that was queued is done; `rmu.device` sets it, since only the queue knows.
+    renewal: gives new memory for a segment, see `Renewal`; None where lost memory cannot be replaced. settle: waits until every program that
+    was queued is done; `rmu.device` sets it, since only the queue knows.
     """
 
     def __init__(self, ordinal: int, segments: Sequence[tuple[int, int]], nbytes: int, name: str, renewal: Renewal | None = None):
@@ -109,7 +111,7 @@ class DeviceArena(Arena):
 def good_ranges(nbytes: int, unit: int, holes: Sequence[tuple[int, int]]) -> list[tuple[int, int]]:
     """(offset, bytes) of what is left of a segment without the granules of `unit` bytes that the holes (begin, end) touch."""
     good, at = [], 0
-    for begin, end in sorted((begin // unit * unit, -(-end // unit) * unit) for begin, end in holes):
+    for begin, end in sorted((begin // unit * unit, round_up(end, unit)) for begin, end in holes):
         if begin > at:
             good.append((at, begin - at))
         at = max(at, end)
@@ -121,4 +123,4 @@ def good_ranges(nbytes: int, unit: int, holes: Sequence[tuple[int, int]]) -> lis
 def segment_sizes(nbytes: int, unit: int, segment_bytes: int = SEGMENT_BYTES) -> list[int]:
     """Sizes of the segments that hold `nbytes`: whole segments, and a last one in multiples of `unit`."""
     whole, rest = divmod(nbytes, segment_bytes)
-    return [segment_bytes] * whole + ([-(-rest // unit) * unit] if rest else [])
+    return [segment_bytes] * whole + ([round_up(rest, unit)] if rest else [])

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 from leto_jax.arena import metadata
 from leto_jax.arena.memory import Arena, HostArena
 from leto_jax.arena.metadata import HostMetadata
-from leto_jax.layout import Layout
+from leto_jax.layout import Layout, round_up
 
 if TYPE_CHECKING:
     from leto_jax.arena.device import Renewal
@@ -103,7 +103,7 @@ def scratch_arenas(layout: Layout, gpu: int | None = None) -> Arenas:
             opened.callback(os.close, fd)
             return fd
 
-        real = -(-max(kept, unit) // unit) * unit
+        real = round_up(max(kept, unit), unit)
         repeats = max(0, -(-(layout.device_bytes - real) // SCRATCH_BYTES))
         alias = make(SCRATCH_BYTES)
         segments = [(make(real), real), *[(alias, SCRATCH_BYTES)] * repeats]
@@ -136,4 +136,4 @@ def _gpu_memory(gpu: int, nbytes: int) -> int:
     from leto_jax.arena import cuda
 
     unit = cuda.granularity(gpu)
-    return cuda.allocate(gpu, -(-nbytes // unit) * unit)
+    return cuda.allocate(gpu, round_up(nbytes, unit))

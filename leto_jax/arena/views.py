@@ -14,6 +14,11 @@ from leto_jax.arena.device import DeviceArena
 from leto_jax.arena.memory import Arena
 
 
+def gpu_number(device: jax.Device) -> int | None:
+    """What the driver calls this GPU, None for a CPU."""
+    return None if device.platform == "cpu" else (device.local_hardware_id or 0)
+
+
 def view(arena: Arena, offset: int, shape: tuple[int, ...], dtype: np.dtype, device: jax.Device) -> jax.Array:
     """A `jax.Array` on `device` that *is* the arena's memory: it shows later stores.
 
@@ -44,7 +49,7 @@ def device_view(arena: Arena, offset: int, shape: tuple[int, ...], dtype: np.dty
     """The same over device memory. Cost: 30-50 us."""
     if not np.prod(shape, dtype=np.int64):
         return jax.device_put(np.zeros(shape, dtype), device)
-    return jax.dlpack.from_dlpack(_Tensor(arena.address + offset, shape, dtype, _CUDA, device.local_hardware_id or 0))
+    return jax.dlpack.from_dlpack(_Tensor(arena.address + offset, shape, dtype, _CUDA, gpu_number(device) or 0))
 
 
 _CPU, _CUDA = 1, 2  # DLDeviceType

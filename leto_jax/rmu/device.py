@@ -266,8 +266,9 @@ class DeviceTransaction(Transaction):
     def _arrived(
         self, program: str, key: tuple, point: Point, arrays: Sequence[jax.Array], spots: Sequence[Spot], keep: bool = True
     ) -> None:
-        """Notes what a program left at its places; keep: it is what the next program there is given. Looks at the addresses the first time that these places are written by this program.
+        """Notes what a program left at its places; keep: it is what the next program there is given.
 
+        Looks at the addresses the first time that these places are written by this program.
         Raises LayoutError if XLA has put an output elsewhere: nothing of it counts then.
         """
         if not isinstance(self._device, DeviceArena):

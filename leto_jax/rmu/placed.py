@@ -168,7 +168,7 @@ def _update(job: Job, name: str, index: int, device: jax.Device) -> Program:
             return list(new.lanes), list(new.parity), list(new.checksums)
 
     else:
-        encode = _encoder(job, device)
+        encode = encoder(job, device)
 
         def run(values, verdict, grad, old, token, places):
             new = whole.function(values, verdict, grad, old)
@@ -203,7 +203,7 @@ def _begin(job: Job) -> Program:
 def _encode(job: Job, words: int, device: jax.Device) -> Program:
     protection = job.layout.spec.protection
     pages = protection.data_rows * words * 4 // protection.page_bytes
-    encode = _encoder(job, device)
+    encode = encoder(job, device)
     data, parity, sums = (
         jax.ShapeDtypeStruct(shape, jnp.uint32) for shape in ((protection.data_rows, words), (protection.parity_rows, words), (pages, 2))
     )
@@ -219,7 +219,7 @@ def _checksum(job: Job, words: int, device: jax.Device) -> Program:
     return Program(whole.name, functools.partial(parity.page_checksums, page_words=page_words), whole.arguments)
 
 
-def _encoder(job: Job, device: jax.Device) -> Callable[[Array], tuple[Array, Array]]:
+def encoder(job: Job, device: jax.Device) -> Callable[[Array], tuple[Array, Array]]:
     """uint32[D, W] -> parity uint32[H, W], page checksums uint32[pages, 2]: the kernel where the device has it, else XLA."""
     protection = job.layout.spec.protection
     page_words = protection.page_bytes // 4

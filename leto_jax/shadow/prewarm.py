@@ -9,6 +9,7 @@ import jax
 import numpy as np
 
 from leto_jax import errors
+from leto_jax.arena import views
 from leto_jax.arena.rank import scratch_arenas
 from leto_jax.manager import limits
 from leto_jax.records import Kind, Record
@@ -30,7 +31,7 @@ def rehearse(
     So all programs, both address sets and the takeover path have run once. Returns '' or why it was not done.
     Cost: on the CPU memory of one state, freed at the end, on a GPU next to none; a few steps of time.
     """
-    gpu = None if device.platform == "cpu" else (device.local_hardware_id or 0)
+    gpu = views.gpu_number(device)
     nbytes = job.layout.host_bytes + (job.layout.device_bytes if gpu is None else 0)
     try:
         limits.check(nbytes, "rehearsing a takeover on scratch memory")

@@ -16,7 +16,7 @@ import jax
 import numpy as np
 
 from leto_jax import errors, faults, records
-from leto_jax.arena import cuda
+from leto_jax.arena import cuda, views
 from leto_jax.arena.control import Control, Word
 from leto_jax.arena.rank import Arenas, private_arenas
 from leto_jax.config import Process, Protection, for_gpu
@@ -128,13 +128,14 @@ class Session:
 
     def _enter(self) -> None:
         self._device = _only_device()
-        self._gpu = None if self._device.platform == "cpu" else (self._device.local_hardware_id or 0)
+        self._gpu = views.gpu_number(self._device)
         key = self._key if programs.is_key(self._key) else jax.random.wrap_key_data(self._key)
         self._key_data = jax.random.key_data(key)
         self._source = data.source(self._dataset)
         batch = data.source(self._dataset).next(1)  # for its shapes; drawn from an iterator of its own
-        protection = self._protection or Protection()
-        if self._gpu is not None:
+        if self._gpu is None:
+            protection = self._protection or Protection()
+        else:
             protection = for_gpu(self._protection, cuda.granularity(self._gpu))
         in_place = None if self._gpu is None else self._device
         self._job = programs.trace(self._init, self._step.spec, batch, key, protection, in_place)
@@ -590,8 +591,9 @@ def _print_plan(layout: Layout, gpu: int | None) -> None:
         title=f"memory plan, rank 0: {layout.device_bytes / 2**20:.1f} MiB device arena, {layout.host_bytes / 2**20:.1f} MiB host arena",
         title_justify="left",
     )
-    for column, justify in [("what", "left"), ("MiB", "right"), ("where", "left")]:
-        table.add_column(column, justify=justify)  # type: ignore[arg-type]
+    table.add_column("what")
+    table.add_column("MiB", justify="right")
+    table.add_column("where")
     for what, nbytes, note in layout.table():
         table.add_row(what, f"{nbytes / 2**20:.2f}", note)
     scratch, note = layout.device_bytes + layout.host_bytes, "its own memory; one rehearsal on scratch arenas"
