@@ -45,7 +45,7 @@ def collect(kills: int, options: Mapping[str, object], environ: Mapping[str, str
         try:
             for number in range(kills):
                 phase = PHASES[number % len(PHASES)]
-                _ask_when_up(
+                ask_when_up(
                     job, {"op": "inject", "kind": "sigkill", "phase": phase, "when_ready": True, "deadline_secs": READY_SECS}, process
                 )
                 print(f"takeover {number + 1}/{kills}: killed in {phase}", file=sys.stderr, flush=True)
@@ -104,7 +104,7 @@ def draw(found: Sequence[Mapping[str, Any]], plain_step_secs: float, path: Path)
     figure.savefig(path, dpi=130)
 
 
-def _ask_when_up(job: str, message: dict[str, Any], process: subprocess.Popen) -> None:
+def ask_when_up(job: str, message: dict[str, Any], process: subprocess.Popen) -> None:
     end = time.monotonic() + WAIT_SECS
     while True:
         try:

@@ -306,7 +306,7 @@ def main(
     millions: Annotated[float, typer.Option(help="Parameters of part update, in millions.")] = 1073.0,
     width: Annotated[int, typer.Option(help="Width of the transformer of part iteration.")] = 2048,
     depth: Annotated[int, typer.Option(help="Its blocks.")] = 21,
-    micro: Annotated[int, typer.Option(help="Microbatches of 4 x 1024 tokens in a step.")] = 8,
+    micro: Annotated[int, typer.Option(help="Microbatches of 4 x 1024 tokens in a step.")] = 4,
     rounds: Annotated[int, typer.Option(min=1)] = 10,
     part: Annotated[str, typer.Option(help="update, iteration or both.")] = "both",
     small: Annotated[bool, typer.Option("--small", help="Try the script without a GPU: its figures mean nothing.")] = False,

@@ -21,6 +21,7 @@ import hashlib
 import json
 import math
 from collections.abc import Sequence
+from typing import NamedTuple
 
 from leto_jax import errors
 from leto_jax.config import Protection
@@ -180,6 +181,15 @@ class Signature:
     chunks: tuple[Chunk, ...]
 
 
+class GradientPart(NamedTuple):
+    """What one chunk reads of one gradient: elements [begin, end) of that of parameter leaf `leaf`."""
+
+    leaf: int
+    begin: int
+    end: int
+    chunk: int
+
+
 @dataclasses.dataclass(frozen=True)
 class Piece:
     """A protected range: one lane's share of one chunk, or one slice of the read-only leaves.
@@ -293,6 +303,11 @@ class Layout:
                 table[piece.chunk].append(piece)
         return tuple(tuple(row) for row in table)
 
+    @functools.cached_property
+    def gradient_parts(self) -> tuple[GradientPart, ...]:
+        """What the chunks read of the gradients, in the order of their checksums."""
+        return _gradient_parts(self.spec, [(x.spec, x.leaf_offsets, x.chunks) for x in self.signatures])
+
     @property
     def read_only_pieces(self) -> tuple[Piece, ...]:
         return tuple(piece for piece in self.pieces if piece.chunk is None)
@@ -344,6 +359,17 @@ class Layout:
         ]
 
 
+def _gradient_parts(spec: JobSpec, signatures: Sequence[tuple[SignatureSpec, Sequence[int], Sequence[Chunk]]]) -> tuple[GradientPart, ...]:
+    found = []
+    for sig, offsets, chunks in signatures:
+        for leaf, start in zip(sig.leaves, offsets, strict=True) if sig.grad_dtype is not None else ():
+            for chunk in chunks:
+                begin, end = max(chunk.start - start, 0), min(chunk.start + chunk.length - start, spec.params[leaf].size)
+                if begin < end:
+                    found.append(GradientPart(leaf, begin, end, chunk.index))
+    return tuple(found)
+
+
 def round_up(value: int, multiple: int) -> int:
     return -(-value // multiple) * multiple
 
@@ -364,7 +390,8 @@ def plan(spec: JobSpec) -> Layout:
 
     for copy in (0, 1):
         device.add(f"log{copy}", align * (6 + 2 * count))
-    scalars = Packed((*spec.shared, *spec.values, LeafSpec("['grad_sums']", (count,), "uint32"), *_VERDICT), align)
+    parts = _gradient_parts(spec, [(sig, offsets, chunks) for sig, offsets, chunks, _, _ in signatures])
+    scalars = Packed((*spec.shared, *spec.values, LeafSpec("['grad_sums']", (len(parts), 2), "uint32"), *_VERDICT), align)
     extras, metrics, read_only = (
         Packed(spec.extras, align),
         Packed(spec.metrics, align),

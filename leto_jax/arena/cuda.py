@@ -7,6 +7,7 @@ Every function raises DeviceError with the driver's own word for what went wrong
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import functools
 import json
 import os
@@ -17,6 +18,7 @@ from typing import Any
 from leto_jax import errors
 
 OLDEST_DRIVER = 12_000
+BUFFER_BYTES = 16 << 20
 MPS_DIRECTORY = "/tmp/nvidia-mps"
 _SUPPORT = {
     "CU_DEVICE_ATTRIBUTE_VIRTUAL_MEMORY_MANAGEMENT_SUPPORTED": "virtual memory management",
@@ -221,37 +223,38 @@ class Mapping:
 
 
 class Copies:
-    """Copies from the device to the host on a stream of their own, beside what is computed. One thread uses it at a time."""
+    """Reads from the device on a stream of its own, through two small pinned buffers. One thread uses it at a time.
 
-    def __init__(self, mapping: Mapping):
-        self._mapping = mapping
-        with mapping.current():
-            self._stream = call("cuStreamCreate", driver().CUstream_flags.CU_STREAM_NON_BLOCKING)
+    Nothing else is pinned: that would take 0.45 s per GiB, and a process that has pinned much is slow to die, which a takeover waits for.
+    """
 
-    def to_host(self, target: int, offset: int, nbytes: int) -> None:
-        """Begins to copy to a host address. Asynchronous only into registered memory."""
-        with self._mapping.current():
-            call("cuMemcpyDtoHAsync", target, self._mapping.address + offset, nbytes, self._stream)
+    def __init__(self, ordinal: int):
+        module = driver()
+        self._ordinal = ordinal
+        with context(ordinal):
+            self._stream = call("cuStreamCreate", module.CUstream_flags.CU_STREAM_NON_BLOCKING)
+            self._buffers = [int(call("cuMemHostAlloc", BUFFER_BYTES, 0)) for _ in range(2)]
+            self._events = [call("cuEventCreate", module.CUevent_flags.CU_EVENT_DISABLE_TIMING) for _ in range(2)]
 
-    def wait(self) -> None:
-        """Until all copies that were begun are done."""
-        with self._mapping.current():
-            call("cuStreamSynchronize", self._stream)
+    def read(self, source: int, nbytes: int) -> Iterator[tuple[int, memoryview]]:
+        """(offset, bytes) of what lies at a device address, part by part, while the next part is on its way. A part lasts until the next one."""
+        sizes = [min(BUFFER_BYTES, nbytes - at) for at in range(0, nbytes, BUFFER_BYTES)]
+        for number in range(len(sizes) + 1):
+            with context(self._ordinal):
+                if number < len(sizes):
+                    call("cuMemcpyDtoHAsync", self._buffers[number % 2], source + number * BUFFER_BYTES, sizes[number], self._stream)
+                    call("cuEventRecord", self._events[number % 2], self._stream)
+                if number > 0:
+                    call("cuEventSynchronize", self._events[(number - 1) % 2])
+            if number > 0:
+                part = (ctypes.c_ubyte * sizes[number - 1]).from_address(self._buffers[(number - 1) % 2])
+                yield (number - 1) * BUFFER_BYTES, memoryview(part)
 
-    def close(self) -> None:
-        """Ends the stream."""
-        with self._mapping.current():
-            call("cuStreamDestroy", self._stream)
 
-    def unregister(self, address: int) -> None:
-        """Unpins what `register` pinned from `address` on."""
-        with self._mapping.current():
-            call("cuMemHostUnregister", address)
-
-    def register(self, address: int, nbytes: int) -> None:
-        """Pins host memory, so that copies to it run at the bus' speed. Cost: 0.45 s per GiB, once."""
-        with self._mapping.current():
-            call("cuMemHostRegister", address, nbytes, 0)
+@functools.cache
+def copies(ordinal: int) -> Copies:
+    """The process's own, so that a rehearsal makes what a takeover will use."""
+    return Copies(ordinal)
 
 
 def _usage(ordinal: int) -> str:

@@ -5,7 +5,7 @@ What differs from `transaction` is who stores, never in which order:
     gradients        outputs of compute, which owns their place (a donated view)
     a chunk          outputs of one program: new lanes at their other place, parity and page checksums in staging
     its mark         a program of its own behind it: marks, and the records of the staged blocks. Inside one program XLA may reorder them
-    parity           copied to the host by DMA behind the next compute, by a thread
+    parity           copied to the host behind the next compute, by a thread
 
 One compute stream runs the programs of a device in the order of their dispatch. Besides, each chunk takes the mark before it as an argument,
 and each mark the checksums of its chunk: so an error anywhere stops all that follows. The host waits three times a step: for compute, for
@@ -17,6 +17,7 @@ On the CPU backend donated views are not written in place; there the outputs are
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -29,6 +30,7 @@ import numpy as np
 from leto_jax import errors, faults
 from leto_jax.arena import cuda
 from leto_jax.arena.device import DeviceArena
+from leto_jax.arena.memory import HostArena
 from leto_jax.arena.views import view
 from leto_jax.faults import Moment, Point
 from leto_jax.layout import Piece
@@ -39,7 +41,6 @@ from leto_jax.rmu.log import COPIES
 from leto_jax.rmu.retained import Retained
 from leto_jax.rmu.transaction import Observer, Transaction
 
-PINNED_PER_DRAIN = 64 << 20  # bytes of the host arena that one drain pins behind itself, 30 ms
 DRAIN_SECS = 60.0
 DRAIN_THREAD = "leto-drain"
 
@@ -73,10 +74,12 @@ class DeviceTransaction(Transaction):
         self._checked: set[tuple] = set()
         self._cleared = False
         self._plans: dict[tuple[int, int], ChunkPlan] = {}
-        self._records: dict[tuple[int, int], jax.Array] = {}  # for the marks of the update that has begun
         self._moving = [piece for piece in self.layout.pieces if piece.chunk is not None]
-        self._voids = [_words(void_record(piece)) for piece in self._moving]
-        self._computed: Sequence[jax.Array] = ()
+        self._voids = jax.device_put(np.stack([_words(void_record(piece)) for piece in self._moving]), retained.jax_device)
+        self._voided = -1  # the step before whose update nothing that is staged counts any more
+        self._records: Sequence[jax.Array] = ()  # by chunk: what the marks of the update that has begun store
+        self._computed: Sequence[jax.Array] = ()  # gradients
+        self._pending: tuple[jax.Array, jax.Array]  # what is found in them
         self._token: jax.Array = jnp.zeros(16, jnp.uint32)
         self._drainer = Drainer(retained)
         if isinstance(self._device, DeviceArena):
@@ -108,7 +111,7 @@ class DeviceTransaction(Transaction):
         self.stale_ns += int(1e9 * secs)
 
     def close(self) -> None:
-        self._drainer.close()
+        self.wait_drained()
 
     def commit(self, step: int, intent: Record) -> None:
         jax.block_until_ready(self._token)  # raises what went wrong in any chunk: then there is no commit
@@ -121,7 +124,11 @@ class DeviceTransaction(Transaction):
         outputs = self._run["compute"](*arguments, self._take(("gradients",), spots))
         self._arrived("compute", ("gradients",), Point.GRADIENTS, [grad for grad in outputs[0] if grad.size], spots)
         self._computed = outputs[0]
+        self._pending = super()._inspected()  # on the device right behind it, while the host looks at what has come out
         return outputs
+
+    def _inspected(self) -> tuple[jax.Array, jax.Array]:
+        return self._pending
 
     def _grads(self) -> Sequence[jax.Array]:
         return self._computed
@@ -136,33 +143,41 @@ class DeviceTransaction(Transaction):
             return False
         return not leaf.size or leaf.unsafe_buffer_pointer() == self._device.address + offset
 
+    def _announce(self, step: int) -> None:
+        """Voids what is staged of the moving pieces, by a program behind decide."""
+        if self._voided == step:
+            return
+        pieces = self._moving
+        spots = [self._record_spot(piece) for piece in pieces]
+        with self._stored_by_program(Point.STAGING, BYTES * len(pieces)):
+            places = [self._take(("staged", piece.index), [spot])[0] for piece, spot in zip(pieces, spots, strict=True)]
+            voids = self._run["void"](self._voids, self._token, places)
+            for piece, spot, array in zip(pieces, spots, voids, strict=True):
+                self._arrived("void", ("staged", piece.index), Point.STAGING, [array], [spot])
+            self._token = voids[0]
+        self._voided = step
+
     def update(self, step: int, intent: Record, first: int = 0) -> None:
         self.wait_drained()
         if first == 0:
-            self._begin(step, intent)
+            self._announce(step)
         else:  # of the marked chunks the staged blocks stay
             for done, index in enumerate(self.layout.order(step)):
                 for piece in self.layout.pieces_of_chunk[index] if done >= first else ():
                     self.retained.guard.void(piece)
+        self._records = ()
         super().update(step, intent, first)
 
-    def _begin(self, step: int, intent: Record) -> None:
-        """One program before the chunks: no staged block of a moving piece counts any more (their host copies do), and the records that the
-        marks will store are on the device, so that no chunk waits for a transfer."""
-        pieces, indices = self._moving, range(len(self.layout.chunks))
-        words = [record for index in indices for record in self._mark_records(index, self._mark(step, index, intent))]
-        spots = [self._record_spot(piece) for piece in pieces]
-        with self._stored_by_program(Point.STAGING, BYTES * len(pieces)):
-            places = [self._take(("staged", piece.index), [spot])[0] for piece, spot in zip(pieces, spots, strict=True)]
-            voids, records = self._run["begin"](np.stack([*self._voids, *words]), self._token, places)
-            for piece, spot, array in zip(pieces, spots, voids, strict=True):
-                self._arrived("begin", ("staged", piece.index), Point.STAGING, [array], [spot])
-            self._token = voids[0]
-        self._records = {(step, index): records[index] for index in indices}
+    def _records_of(self, mark: Record) -> jax.Array:
+        """What goes with a mark. The records of all marks go to the device in one transfer, behind the first chunk of the update."""
+        if not self._records:
+            marks = [dataclasses.replace(mark, index=index) for index in range(len(self.layout.chunks))]
+            self._records = self._run["records"](np.stack([words for one in marks for words in self._mark_records(one)]))
+        return self._records[mark.index]
 
-    def _mark_records(self, index: int, mark: Record) -> list[np.ndarray]:
+    def _mark_records(self, mark: Record) -> list[np.ndarray]:
         """What the mark of a chunk stores: itself, and the records of the staged blocks, whose checksums the device fills in."""
-        return [_words(mark), *(_words(unsealed_record(piece, mark.step)) for piece in self.layout.pieces_of_chunk[index])]
+        return [_words(mark), *(_words(unsealed_record(piece, mark.step)) for piece in self.layout.pieces_of_chunk[mark.index])]
 
     def _update_chunk(self, step: int, index: int, mark: Record) -> None:
         retained, (_, chunk), plan = self.retained, self.layout.chunks[index], self._plan(index, step % 2)
@@ -181,8 +196,7 @@ class DeviceTransaction(Transaction):
             self._arrived(name, moved, Point.PIECE, new, plan.lanes)
             self._arrived(name, rows, Point.STAGING, parity, plan.rows)
             self._arrived(name, sums, Point.STAGING, checksums, plan.sums)
-        begun = self._records.pop((step, index), None)
-        records = np.stack(self._mark_records(index, mark)) if begun is None else begun
+        records = self._records_of(mark)
         key = ("mark", index, step % 2)
         with self._stored_by_program(Point.MARK, BYTES * (len(COPIES) + len(pieces))):
             sealed = [self._take(("staged", piece.index), [spot])[0] for piece, spot in zip(pieces, plan.records, strict=True)]
@@ -235,7 +249,7 @@ class DeviceTransaction(Transaction):
             piece = self.layout.pieces[number]
             block = guard.block(piece, self.version(piece, commit))
             if block is not None:
-                pages = np.flatnonzero(np.any(block.checksums != self.checksums(piece, commit), axis=-1))
+                pages = np.flatnonzero(np.any(block.checksums != np.asarray(self.checksums(piece, commit)), axis=-1))
                 if len(pages):
                     guard.repair(piece, self.layout.address(piece, commit), pages.tolist(), block)
                     damaged = True
@@ -302,118 +316,65 @@ class DeviceTransaction(Transaction):
 class Drainer:
     """Copies staged parity to the host arena, behind the next compute, in a thread.
 
-    Host memory is pinned piece by piece behind the copies, since pinning takes 0.45 s per GiB and a takeover must not wait for it.
     Crash: as `Guard.drain`: a piece whose copy was cut short is drained or encoded again.
     """
 
     def __init__(self, retained: Retained):
         self._retained = retained
         self._thread: threading.Thread | None = None
-        self._copied = threading.Event()
         self._error: BaseException | None = None
         self._secs = 0.0
-        self._count = 0
-        self.busy = False  # a drain was begun and nobody has waited for it
-        self._pins: Pins | None = None
-        if isinstance(retained.device, DeviceArena):
-            region = retained.layout.by_name["parity"]
-            self._pins = Pins(retained.device.mapping, retained.host.address + region.offset, region.nbytes)
+        device = retained.device
+        self._copies = cuda.copies(device.ordinal) if isinstance(device, DeviceArena) else None
+
+    @property
+    def busy(self) -> bool:
+        """A drain was begun and nobody has waited for it."""
+        return self._thread is not None
 
     def start(self, pieces: Sequence[Piece], version: int) -> None:
         """Begins to drain blocks of `version`."""
         self.wait()
-        if self._thread is not None:
-            self._thread.join(DRAIN_SECS)  # it may still be pinning
-        self._copied.clear()
-        self._count += 1
-        self.busy = True
         self._thread = threading.Thread(target=self._run, args=(list(pieces), version), name=DRAIN_THREAD, daemon=True)
         self._thread.start()
 
     def wait(self) -> float:
         """Until nothing is on its way; returns for how many seconds the last drain ran. Raises its error, or DeadlineError."""
-        if not self.busy:
+        if self._thread is None:
             return 0.0
-        if not self._copied.wait(DRAIN_SECS):
+        self._thread.join(DRAIN_SECS)
+        if self._thread.is_alive():
             raise errors.DeadlineError(
                 f"the copy of the parity to host memory did not end within {DRAIN_SECS:.0f} s; the GPU or its driver hangs"
             )
-        self.busy = False
+        self._thread = None
         error, self._error = self._error, None
         if error is not None:
             raise error
         return self._secs
 
-    def close(self) -> None:
-        """Waits, and unpins what was pinned: for scratch memory, which goes before the process does."""
-        self.wait()
-        if self._thread is not None:
-            self._thread.join(DRAIN_SECS)
-        if self._pins is not None:
-            self._pins.close()
-
     def _run(self, pieces: Sequence[Piece], version: int) -> None:
         begin = time.monotonic()
         try:
-            if self._pins is None:
+            if self._copies is None:
                 self._retained.guard.drain(pieces, version)
             else:
-                self._copy(pieces, version, self._pins)
+                self._copy(pieces, version, self._copies)
             self._secs = time.monotonic() - begin
         except BaseException as exception:
             self._error = exception
-        self._copied.set()
-        if self._pins is not None and self._count > 1:  # not beside the first step of a takeover
-            with contextlib.suppress(errors.DeviceError):  # what cannot be pinned is copied all the same, more slowly
-                self._pins.more()
 
-    def _copy(self, pieces: Sequence[Piece], version: int, pins: Pins) -> None:
-        guard, hook = self._retained.guard, faults.store_hook()
-        arriving = []
+    def _copy(self, pieces: Sequence[Piece], version: int, copies: cuda.Copies) -> None:
+        guard, device, host = self._retained.guard, self._retained.device, self._retained.host
+        assert isinstance(host, HostArena)
         for piece in pieces:
             staged = guard.staged(piece)
             if staged is None or staged.step != version:
                 continue
             target, source = guard.begin_drain(piece), guard.ranges(piece)[0][0]
-            if hook is not None:
-                hook(Point.DRAIN_PARITY, Moment.BEFORE, piece.record_offset)
-            pins.copy(self._retained.host.address + target, source, piece.record_offset)
-            arriving.append((piece, staged))
-        pins.wait()
-        for piece, staged in arriving:
+            for at, part in copies.read(device.address + source, piece.record_offset):
+                host.write_through(Point.DRAIN_PARITY, target + at, part)
             guard.end_drain(piece, staged)
-
-
-class Pins:
-    """The parity region of the host arena, pinned slice by slice, and copies into it."""
-
-    def __init__(self, mapping: cuda.Mapping, address: int, nbytes: int):
-        self._copies = cuda.Copies(mapping)
-        self._begin, self._end = address, address + nbytes  # regions begin at pages
-        self._pinned = address
-
-    def copy(self, target: int, source: int, nbytes: int) -> None:
-        """Begins a copy from the device arena to a host address; no copy crosses the border of two slices."""
-        while nbytes:
-            slice_end = target + PINNED_PER_DRAIN - (target - self._begin) % PINNED_PER_DRAIN
-            part = min(nbytes, slice_end - target)
-            self._copies.to_host(target, source, part)
-            target, source, nbytes = target + part, source + part, nbytes - part
-
-    def wait(self) -> None:
-        self._copies.wait()
-
-    def more(self) -> None:
-        """Pins the next slice, if there is one left."""
-        part = min(PINNED_PER_DRAIN, self._end - self._pinned)
-        if part > 0:
-            self._copies.register(self._pinned, part)
-            self._pinned += part
-
-    def close(self) -> None:
-        for start in range(self._begin, self._pinned, PINNED_PER_DRAIN):
-            self._copies.unregister(start)
-        self._copies.close()
 
 
 def make_transaction(retained: Retained, run: Mapping[str, Callable], epoch: int, at: Observer = faults.reach) -> Transaction:

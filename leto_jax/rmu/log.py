@@ -16,6 +16,9 @@ from __future__ import annotations
 
 import dataclasses
 
+import numpy as np
+
+from leto_jax import records
 from leto_jax.arena.memory import Arena
 from leto_jax.faults import Point
 from leto_jax.layout import Layout
@@ -49,13 +52,17 @@ class Log:
 
     def __init__(self, arena: Arena, layout: Layout):
         self._arena, self.chunks = arena, len(layout.chunks)
-        self._base = [layout.by_name[f"log{copy}"].offset for copy in COPIES]
+        self._regions = [layout.by_name[f"log{copy}"] for copy in COPIES]
         self._stride = layout.spec.protection.align_bytes
 
     def offset(self, copy: int, kind: Kind, step: int, index: int = 0) -> int:
         """Where a record of `kind` about `step` lies (bytes in the arena)."""
-        slot = 6 + 2 * index if kind is Kind.MARK else _FIRST[kind]
-        return self._base[copy] + self._stride * (slot + step % 2)
+        return self._regions[copy].offset + self._place(kind, step, index)
+
+    def holds(self, record: Record) -> bool:
+        """Whether either copy shows `record`. Reads no more than its places."""
+        places = (self.offset(copy, record.kind, record.step, record.index) for copy in COPIES)
+        return any(self._arena.record(place, record.kind) == record for place in places)
 
     def write(self, point: Point, record: Record) -> None:
         """Stores a record in both copies.
@@ -67,11 +74,11 @@ class Log:
             self._arena.store_record(point, self.offset(copy, record.kind, record.step, record.index), record)
 
     def read(self) -> Contents:
-        """All valid records of both copies."""
+        """All valid records of both copies. Cost: one read of each."""
         found: list[dict[tuple[Kind, int, int], Record]] = [{}, {}]
-        for copy in COPIES:
+        for copy, memory in enumerate(self._memory()):
             for kind, index, parity in self._slots():
-                record = self._record(copy, kind, parity, index)
+                record = self._record(memory, kind, parity, index)
                 if record is not None:
                     found[copy][kind, index, parity] = record
         merged: dict[Kind, set[Record]] = {kind: set() for kind in (Kind.COMMIT, Kind.INTENT, Kind.REVOKE, Kind.MARK)}
@@ -87,8 +94,9 @@ class Log:
 
         Crash: the copies differ in fewer places than before.
         """
+        memory = self._memory()
         for kind, index, parity in self._slots():
-            found = [self._record(copy, kind, parity, index) for copy in COPIES]
+            found = [self._record(copy, kind, parity, index) for copy in memory]
             valid = [record for record in found if record is not None]
             if not valid or found[0] == found[1]:
                 continue
@@ -97,9 +105,19 @@ class Log:
                 if found[copy] != newest:
                     self._arena.store_record(Point.LOG_REPAIR, self.offset(copy, kind, parity, index), newest)
 
-    def _record(self, copy: int, kind: Kind, parity: int, index: int) -> Record | None:
-        """The valid record in a place, if it is one that belongs there."""
-        record = self._arena.record(self.offset(copy, kind, parity, index), kind)
+    def _place(self, kind: Kind, step: int, index: int) -> int:
+        """Bytes from the beginning of a copy."""
+        slot = 6 + 2 * index if kind is Kind.MARK else _FIRST[kind]
+        return self._stride * (slot + step % 2)
+
+    def _memory(self) -> list[np.ndarray]:
+        """The bytes of the copies."""
+        return [self._arena.view(region.offset, region.nbytes) for region in self._regions]
+
+    def _record(self, memory: np.ndarray, kind: Kind, parity: int, index: int) -> Record | None:
+        """The valid record in a place of a copy, if it is one that belongs there."""
+        place = self._place(kind, parity, index)
+        record = records.unpack(memory[place : place + records.BYTES].tobytes(), kind)
         return record if record is not None and record.step % 2 == parity and record.index == index else None
 
     def _slots(self):

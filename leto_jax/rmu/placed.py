@@ -8,7 +8,8 @@ equal shapes keep their order too; `rmu.device` looks at the addresses.
 | compute   | as before                                     | gradients; extras, metrics, loss, sum of squares               |
 | update.N  | as before, and the token                      | new pieces, parity rows, page checksums                        |
 | mark.N    | records, checksums                            | the mark in both logs, the records of the staged blocks        |
-| begin     | records, token                                | the records of all staged blocks; those for each mark          |
+| void      | records, token                                | the records of all staged blocks                               |
+| records   | records                                       | those for each mark, without places                            |
 | encode.W  | a piece as words                              | parity rows, page checksums                                    |
 """
 
@@ -59,7 +60,7 @@ def mark_name(update: str) -> str:
 
 def programs(job: Job, device: jax.Device) -> dict[str, Program]:
     """All that replace or join those of `job` where `device` writes to retained memory itself."""
-    found = [_init(job), _compute(job), _begin(job)]
+    found = [_init(job), _compute(job), _void(job), _records(job)]
     for index in range(len(job.layout.chunks)):
         name = update_name(job.layout, index)
         if all(name != program.name for program in found):
@@ -69,13 +70,14 @@ def programs(job: Job, device: jax.Device) -> dict[str, Program]:
     return {program.name: program for program in found}
 
 
-def seal(record: Array, checksums: Array) -> Array:
-    """`rmp.groups.seal_record` on the device. record: uint32[16], of a block whose checksums are all zero; checksums: uint32[pages, 2]."""
-    sums = codec.page_checksums(checksums.reshape(1, -1))[0]
+def seal(blank: Array, checksums: Array) -> Array:
+    """`rmp.groups.seal_record` on the device. blank: uint32[n, 16], of blocks whose checksums are all zero; checksums: uint32[n, pages, 2]."""
+    sums = codec.page_checksums(checksums.reshape(len(checksums), -1))
     deltas = jnp.asarray(records.crc_deltas(SEAL_PLACES), jnp.uint32)
-    bits = (sums[:, None] >> jnp.arange(32, dtype=jnp.uint32)) & 1
-    crc = jax.lax.reduce(jnp.where(bits.reshape(-1) == 1, deltas, 0), jnp.uint32(0), jax.lax.bitwise_xor, (0,))
-    return record.at[jnp.asarray(SEAL_PLACES)].set(sums).at[15].set(record[15] ^ crc)
+    bits = ((sums[:, :, None] >> jnp.arange(32, dtype=jnp.uint32)) & 1).reshape(len(sums), -1)
+    crc = blank[:, 15] ^ jax.lax.reduce(jnp.where(bits == 1, deltas, 0), jnp.uint32(0), jax.lax.bitwise_xor, (1,))
+    first, after = SEAL_PLACES[0], SEAL_PLACES[-1] + 1
+    return jnp.concatenate([blank[:, :first], sums, blank[:, after:15], crc[:, None]], axis=1)
 
 
 def lane_words(lane: Array, rows: int) -> Array:
@@ -183,21 +185,29 @@ def _mark(job: Job, update: str, index: int) -> Program:
     count = len(COPIES)
 
     def run(found, checksums, places):
-        return [found[0]] * count + [seal(found[1 + n], x) for n, x in enumerate(checksums)]
+        sealed = [found[0]] * len(checksums)
+        by_pages = sorted(range(len(checksums)), key=lambda n: checksums[n].shape[0])
+        for _, group in itertools.groupby(by_pages, key=lambda n: checksums[n].shape[0]):
+            members = list(group)  # together: the fewer programs a mark is, the less it costs
+            done = seal(jnp.stack([found[1 + n] for n in members]), jnp.stack([checksums[n] for n in members]))
+            for place, n in enumerate(members):
+                sealed[n] = done[place]
+        return [found[0]] * count + sealed
 
     records_form = jax.ShapeDtypeStruct((1 + len(sums), 16), jnp.uint32)
     return Program(mark_name(update), run, (records_form, sums, [RECORD] * (count + len(sums))), 2)
 
 
-def _begin(job: Job) -> Program:
+def _void(job: Job) -> Program:
     count = sum(piece.chunk is not None for piece in job.layout.pieces)
-    sizes = [1 + len(pieces) for pieces in job.layout.pieces_of_chunk]
+    run = lambda found, token, places: [found[n] for n in range(count)]
+    return Program("void", run, (jax.ShapeDtypeStruct((count, 16), jnp.uint32), RECORD, [RECORD] * count), 2)
 
-    def run(found, token, places):
-        ends = list(itertools.accumulate(sizes, initial=count))
-        return [found[n] for n in range(count)], [found[a:b] for a, b in itertools.pairwise(ends)]
 
-    return Program("begin", run, (jax.ShapeDtypeStruct((count + sum(sizes), 16), jnp.uint32), RECORD, [RECORD] * count), 2)
+def _records(job: Job) -> Program:
+    ends = list(itertools.accumulate((1 + len(pieces) for pieces in job.layout.pieces_of_chunk), initial=0))
+    run = lambda found: [found[a:b] for a, b in itertools.pairwise(ends)]
+    return Program("records", run, (jax.ShapeDtypeStruct((ends[-1], 16), jnp.uint32),))
 
 
 def _encode(job: Job, words: int, device: jax.Device) -> Program:

@@ -463,8 +463,7 @@ def _programs(job: Job, init, init_companions, compute, step: StepSpec, key_spec
             _load(batch, spec.batch, trees.batch),
             jax.random.fold_in(from_storage(key, key_spec), number),
         )
-        squares = [jnp.sum(jnp.square(jnp.abs(g).astype(jnp.float32))) for g in grads]
-        return list(grads), _store(new_extras), _store(metrics), loss.astype(jnp.float32), sum(squares)
+        return list(grads), _store(new_extras), _store(metrics), loss.astype(jnp.float32)
 
     yield Program("compute", run_compute, (structs(seen_specs), structs(spec.extras), structs(spec.batch), key_struct, scalar("int32")))
 
@@ -489,22 +488,32 @@ def _programs(job: Job, init, init_companions, compute, step: StepSpec, key_spec
         yield Program(encode_name(words), run_encode, argument)
         yield Program(checksum_name(words), run_checksum, argument)
 
-    for count in sorted(gradient_words(plan)):
+    def run_inspect(grads):
+        flat = dict(zip(job.differentiated, (grad.reshape(-1) for grad in grads), strict=True))
+        found = [inspected(flat[part.leaf][part.begin : part.end]) for part in plan.gradient_parts]
+        loose = set(flat) - {part.leaf for part in plan.gradient_parts}  # no chunk reads them, a global norm may
+        squares = [*(square for square, _ in found), *(inspected(flat[i])[0] for i in sorted(loose))]
+        return sum(squares), jnp.stack([sums for _, sums in found]) if found else jnp.zeros((0, 2), jnp.uint32)
 
-        def run_gradient_sum(data, page_words=protection.page_bytes // 4):
-            return codec.page_checksums(data.reshape(-1, page_words) if data.size % page_words == 0 else data[None])
-
-        yield Program(gradient_sum_name(count), run_gradient_sum, (jax.ShapeDtypeStruct((count,), jnp.uint32),))
-
-
-def gradient_words(plan: Layout) -> set[int]:
-    """Sizes, in words, of the chunks' gradients."""
-    found = [(plan.signatures[number].grad, chunk) for number, chunk in plan.chunks]
-    return {chunk.length * grad.item_bytes // 4 for grad, chunk in found if grad is not None}
+    grads = [jax.ShapeDtypeStruct(spec.params[i].shape, job.sliced.leaves[i].grad_dtype) for i in job.differentiated]
+    yield Program("inspect", run_inspect, (grads,))
 
 
-def gradient_sum_name(words: int) -> str:
-    return f"gradient_sum.{words}"
+def inspected(grad: Array) -> tuple[Array, Array]:
+    """A flat piece of a gradient, read once: the sum of its squares, float32, and a checksum as of one page, uint32[2]."""
+    squares = jnp.square(jnp.abs(grad).astype(jnp.float32))
+    if jnp.issubdtype(grad.dtype, jnp.complexfloating):
+        grad = jnp.stack([grad.real, grad.imag], axis=-1)
+    unsigned = jnp.dtype(f"uint{8 * min(grad.dtype.itemsize, 4)}")
+    words = jax.lax.bitcast_convert_type(grad, unsigned).astype(jnp.uint32).reshape(-1)
+    weighted = (words ^ (words >> 16)) * (jax.lax.broadcasted_iota(jnp.uint32, words.shape, 0) + 1)
+    zero = jnp.uint32(0)
+    if words.shape != squares.shape:
+        first, second = jax.lax.reduce((words, weighted), (zero, zero), lambda a, b: (a[0] + b[0], a[1] + b[1]), (0,))
+        return jnp.sum(squares), jnp.stack([first, second])
+    add = lambda a, b: (a[0] + b[0], a[1] + b[1], a[2] + b[2])
+    total, first, second = jax.lax.reduce((squares, words, weighted), (jnp.float32(0), zero, zero), add, (0,))
+    return total, jnp.stack([first, second])
 
 
 def encode_name(words: int) -> str:

@@ -15,6 +15,7 @@ from leto_jax.arena.metadata import HostMetadata, touches
 from leto_jax.arena.views import view
 from leto_jax.layout import Chunk, LeafSpec, Packed, Piece
 from leto_jax.records import Kind, Record
+from leto_jax.rmp import checksum
 from leto_jax.rmp.groups import Guard
 from leto_jax.rmu.log import Log
 from leto_jax.rmu.programs import Home, Job
@@ -144,14 +145,6 @@ class Retained:
             return None
         return self._cached(("grad", chunk.index), lambda: [self._view(grad.at(chunk.start, 1), (chunk.length,), grad.dtype)])[0]
 
-    def grad_words(self, chunk: Chunk) -> jax.Array | None:
-        """The bytes of a chunk's gradients as uint32[words]; None if its update reads none."""
-        grad = self.layout.signatures[self.layout.chunks[chunk.index][0]].grad
-        if grad is None:
-            return None
-        count = chunk.length * grad.item_bytes // 4
-        return self._cached(("grad words", chunk.index), lambda: [self._view(grad.at(chunk.start, 1), (count,), "uint32")])[0]
-
     # Records ----------------------------------------------------------------------------------------------------------------------
 
     def header(self) -> Record | None:
@@ -167,10 +160,10 @@ class Retained:
         return tuple(found)
 
     def decided_sums(self, step: int) -> np.ndarray:
-        """The checksums of the gradients that decide noted for `step`."""
+        """The checksums of the gradients that decide noted for `step`: uint32[gradient parts, 2]."""
         place = len(self.layout.spec.shared) + len(self.layout.spec.values)
         offset = self.region(f"scalars{step % 2}") + self.layout.scalars.offsets[place]
-        return self.device.array(offset, (len(self.layout.chunks),), np.dtype(np.uint32))
+        return self.device.array(offset, (len(self.layout.gradient_parts), 2), np.dtype(np.uint32))
 
     def life(self) -> Life:
         record = self.metadata.latest(Kind.LIFE)
@@ -182,9 +175,9 @@ class Retained:
         stored = (header.step, header.epoch) if header is not None and header.step else None
         commit = contents.commit
         steps = () if commit is None else (commit, commit + 1)
-        hurt: list[int] = []
+        hurt: set[int] = set()
         if commit is not None and any(intent.step == commit + 1 for intent in contents.intents):
-            hurt = np.flatnonzero(gradient_sums() != self.decided_sums(commit + 1)).tolist()
+            hurt = {self.layout.gradient_parts[n].chunk for n in checksum.locate(self.decided_sums(commit + 1), gradient_sums())}
         log_lost = all(touches(lost, "device", self.region(name), self.layout.by_name[name].nbytes) for name in ("log0", "log1"))
         return Picture(self.life(), contents, stored, {step: self.digest(step) for step in steps}, frozenset(hurt), log_lost)
 

@@ -7,12 +7,15 @@ import dataclasses
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 
+import jax
+
 from leto_jax import errors
 from leto_jax.arena.metadata import LostRange, touches
 from leto_jax.faults import Phase, Point
 from leto_jax.layout import Piece
 from leto_jax.records import Kind, Record
 from leto_jax.rmp import checksum
+from leto_jax.rmp.groups import Block
 from leto_jax.rmu import recovery
 from leto_jax.rmu.recovery import Action, Picture, Plan
 from leto_jax.rmu.retained import Retained
@@ -98,18 +101,22 @@ def _repair_pages(retained: Retained, transaction: Transaction, target: int, pla
     """Rebuilds what is on the LOST list or fails its checksum, when `placed` chunks of update `target` are marked. Returns how many pages."""
     lost, guard, repaired = retained.metadata.lost(), retained.guard, 0
     marked = set(list(retained.layout.order(target))[:placed])
+    checked: list[tuple[Piece, int, Block, set[int]]] = []
+    sums = []
     for piece in retained.layout.pieces:
         commit = target if piece.chunk in marked else target - 1
         address, version = retained.layout.address(piece, commit), transaction.version(piece, commit)
         block = guard.block(piece, version)
         pages = {page for item in lost if item.arena == "device" for page in _pages(item, piece, address)}
-        if block is None:
-            if pages:
-                raise errors.UnrecoverableError(
-                    f"piece {piece.index}: {len(pages)} pages are lost and no parity of step {version} exists; not repairable here, restore from a checkpoint"
-                )
-            continue  # nothing to compare with: it is encoded again
-        pages.update(int(page) for page in checksum.locate(block.checksums, transaction.checksums(piece, commit)))
+        if block is not None:
+            checked.append((piece, address, block, pages))
+            sums.append(transaction.checksums(piece, commit))
+        elif pages:
+            raise errors.UnrecoverableError(
+                f"piece {piece.index}: {len(pages)} pages are lost and no parity of step {version} exists; not repairable here, restore from a checkpoint"
+            )  # else there is nothing to compare with: it is encoded again
+    for (piece, address, block, pages), found in zip(checked, jax.device_get(sums), strict=True):
+        pages.update(int(page) for page in checksum.locate(block.checksums, found))
         if pages:
             repaired += guard.repair(piece, address, sorted(pages), block)
     return repaired

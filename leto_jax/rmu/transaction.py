@@ -14,7 +14,6 @@ rmp.groups and in train.ring, always through `Arena.store` or through a program 
 from __future__ import annotations
 
 import time
-import zlib
 from collections.abc import Callable, Mapping, Sequence
 
 import jax
@@ -45,6 +44,7 @@ class Transaction:
         self._committed_ns = 0
         self.stale_ns = 0  # how long the host copy of the parity was behind the data, in all
         self.scrub_bytes = self.layout.spec.protection.scrub_bytes_per_step
+        self._sums = np.zeros((0, 2), np.uint32)  # of the gradients of the step that is computed
         self._cursor = (0, 0)  # piece and page at which the next scrub slice begins
 
     def init(self, key: jax.Array) -> Sequence[Sequence]:
@@ -82,7 +82,9 @@ class Transaction:
         self._store_packed(Point.FILL_EXTRAS, "extras", self.layout.extras, step, extras)
         for piece in self.layout.pieces:
             self._encode(piece, step)
-        retained.guard.drain(self.layout.pieces, step)
+        self._committed_ns = time.monotonic_ns()
+        self._drain(self.layout.pieces, step)
+        self.wait_drained()
         retained.log.write(Point.COMMIT, Record(Kind.COMMIT, self.epoch, step, body=(0, *retained.digest(step))))
         retained.metadata.write(Point.LIFE_LIVE, Record(Kind.LIFE, self.epoch, step, body=(Life.LIVE,)))
 
@@ -118,12 +120,14 @@ class Transaction:
             raise errors.UnrecoverableError(
                 f"step {step}: pages were found damaged behind each of {MAX_COMPUTES} computes; the memory cannot be trusted, the state of step {step - 1} is kept"
             )
-        grads, extras, metrics, loss, sumsq = outputs
+        grads, *rest = outputs
+        extras, metrics, loss = jax.device_get(rest)
         self.at(Phase.DECIDE, step, -1)
         self._store_packed(Point.EXTRAS, "extras", self.layout.extras, step, extras)
         self._store_packed(Point.METRICS, "metrics", self.layout.metrics, step, metrics)
         for home, grad in zip(retained.job.grad_homes, grads, strict=True):
             self._store(Point.GRADIENTS, retained.grad_place(home), grad)
+        sumsq, self._sums = jax.device_get(self._inspected())
         body = (records.float_bits(float(loss)), records.float_bits(float(sumsq)))
         self._device.store_record(Point.GRADIENTS_STORED, header, Record(Kind.GRADIENTS, self.epoch, step, body=body))
 
@@ -140,25 +144,19 @@ class Transaction:
                 f"gradient record: expected step {step}, epoch {self.epoch}, found {header}; no intent was stored, the step can be redone"
             )
         loss, sumsq = (np.float32(records.bits_float(word)) for word in header.body[:2])
-        shared, values, verdict = self._run["decide"](
-            self._grads(),
-            *retained.decided_from(step - 1),
-            loss,
-            sumsq,
-            np.int32(step),
-        )
+        decided = self._run["decide"](self._grads(), *retained.decided_from(step - 1), loss, sumsq, np.int32(step))
+        self.wait_drained()
+        self._announce(step)
+        shared, values, verdict = jax.device_get(decided)
         if int(verdict) == programs.STOP:
             raise errors.NonFiniteLossError(
                 f"step {step}: loss {float(loss)!r}, sum of squared gradients {float(sumsq)!r}; the state of step {step - 1} is kept. "
                 "Pass non_finite='skip' or 'continue' to TrainStep to go on over such steps"
             )
-        self._store_packed(
-            Point.SCALARS, "scalars", self.layout.scalars, step, [*shared, *values, self.gradient_sums(), loss, sumsq, verdict]
-        )
-        self.wait_drained()
+        self._store_packed(Point.SCALARS, "scalars", self.layout.scalars, step, [*shared, *values, self._sums, loss, sumsq, verdict])
         intent = Record(Kind.INTENT, self.epoch, step, body=(*retained.digest(step), len(self.layout.chunks)))
         retained.log.write(Point.INTENT, intent)
-        if intent not in retained.log.read().intents:
+        if not retained.log.holds(intent):
             raise errors.UnrecoverableError(
                 f"step {step}: the intent does not read back from the log; nothing of the update was dispatched"
             )
@@ -232,21 +230,13 @@ class Transaction:
         fill = self.retained.metadata.latest(Kind.LIFE)
         return commit if piece.chunk is not None or fill is None else fill.step
 
-    def checksums(self, piece: Piece, commit: int) -> np.ndarray:
+    def checksums(self, piece: Piece, commit: int) -> jax.Array:
         """Page checksums of a piece as it is now, where `commit` leaves it: uint32[pages, 2]. Cost: reads the piece once, on all cores."""
-        return np.asarray(self._run[programs.checksum_name(piece.row_bytes // 4)](self.retained.words(piece, commit)))
+        return self._run[programs.checksum_name(piece.row_bytes // 4)](self.retained.words(piece, commit))
 
     def gradient_sums(self) -> np.ndarray:
-        """A checksum of each chunk's gradients as they are now: uint32[chunks]. Cost: reads the gradients once, at memory bandwidth."""
-        retained, found = self.retained, {}
-        for _, chunk in self.layout.chunks:
-            words = retained.grad_words(chunk)
-            if words is not None:
-                found[chunk.index] = self._run[programs.gradient_sum_name(words.size)](words)
-        sums = np.zeros(len(self.layout.chunks), np.uint32)
-        for index, pages in found.items():
-            sums[index] = zlib.crc32(np.asarray(pages))
-        return sums
+        """A checksum of what each chunk reads of each gradient, as it is now: uint32[gradient parts, 2]. Cost: reads the gradients once, at memory bandwidth."""
+        return jax.device_get(self._run["inspect"](self.retained.grads)[1])
 
     def _mark(self, step: int, index: int, intent: Record) -> Record:
         return Record(Kind.MARK, self.epoch, step, index, body=(intent.crc,))
@@ -259,11 +249,18 @@ class Transaction:
             if region.arena == "device" and region.nbytes:
                 self._device.store(Point.FILL_LANES, region.offset, np.zeros(region.nbytes, np.uint8))
 
+    def _announce(self, step: int) -> None:
+        """The host copy of all parity is current, and decide has begun for `step`."""
+
     def _compute(self, arguments: tuple) -> tuple:
         return self._run["compute"](*arguments)
 
     def _grads(self) -> Sequence[jax.Array]:
         return self.retained.grads
+
+    def _inspected(self) -> tuple[jax.Array, jax.Array]:
+        """Of the retained gradients: their sum of squares, and the checksum of each part."""
+        return self._run["inspect"](self._grads())
 
     def _store(self, point: Point, offset: int, leaf) -> None:
         """What a program has made goes to its place."""

@@ -65,7 +65,7 @@ def rehearse(
         else:
             retained.picture(again.gradient_sums)
             for piece in {piece.row_bytes: piece for piece in job.layout.pieces}.values():
-                again.checksums(piece, commit)
+                jax.block_until_ready(again.checksums(piece, commit))
         again.close()
         for function in use:
             function(retained, commit)

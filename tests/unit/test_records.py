@@ -388,3 +388,20 @@ def test_a_damaged_phase_is_refused_and_the_other_words_stay_hints():
     assert words.phase is Phase.UPDATE
     words.close()
     os.close(fd)
+
+
+def test_write_through_is_a_store():
+    """Seen by views, in order, with a crash point before, inside and after."""
+    made, seen = arena(4096), []
+    data = memoryview(bytes(range(100)))
+    made.write_through(Point.DRAIN_PARITY, 256, data)
+    assert made.view(256, 100).tobytes() == bytes(data)
+
+    def hook(point, moment, nbytes):
+        seen.append((point, moment, nbytes, made.view(256, 100).tobytes().count(7)))
+        return True
+
+    with faults.armed(hook):
+        made.write_through(Point.DRAIN_PARITY, 256, memoryview(bytes([7] * 100)))
+    assert seen == [(Point.DRAIN_PARITY, moment, 100, count) for moment, count in zip(Moment, (1, 50, 100), strict=True)]
+    made.close()
