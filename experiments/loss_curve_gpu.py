@@ -21,6 +21,7 @@ import sys
 import tempfile
 import time
 import uuid
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -67,17 +68,20 @@ def protected(device: str, steps: int, seed: int, failures: list[int]) -> tuple[
     job = f"curve-{uuid.uuid4().hex[:8]}"
     with tempfile.TemporaryDirectory(prefix="leto-curve-") as directory:
         pausing, out = Path(directory) / "pausing", Path(directory) / "out"
-        pausing.touch()
         pauses = ["--sleep-secs", str(PAUSE_SECS[device]), "--sleep-while", str(pausing)]
         command = [sys.executable, "-m", "leto_jax.cli", "run", "--job", job, "--deterministic", *script(device, steps, seed), *pauses]
         with open(out, "w") as stdout, subprocess.Popen(command, stdout=stdout) as process:
             try:
                 for step in failures:
+                    pausing.touch()
                     _wait_for_shadow(job, process)
                     kill = {"op": "inject", "kind": "sigkill", "phase": "update", "step": step, "when_ready": True}
-                    client.ask(job, {**kill, "deadline_secs": DEADLINE_SECS}, DEADLINE_SECS + 5)
+                    with ThreadPoolExecutor(1) as pool:
+                        fired = pool.submit(client.ask, job, {**kill, "deadline_secs": DEADLINE_SECS}, DEADLINE_SECS + 5)
+                        time.sleep(0.5)  # it is armed by then, and on we go to that step
+                        pausing.unlink()
+                        fired.result()
                     print(f"killed in the update of step {step}", file=sys.stderr, flush=True)
-                pausing.unlink()
                 process.wait(DEADLINE_SECS)
             finally:
                 if process.poll() is None:
