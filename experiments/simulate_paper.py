@@ -22,6 +22,7 @@ import typer
 from _result import JsonOption, cpu_device, git_commit, write_result
 from rich.progress import track
 
+from leto_jax.checkpoint.interval import young_interval_secs
 from leto_jax.sim import (
     SYSTEMS,
     Cause,
@@ -40,7 +41,6 @@ from leto_jax.sim import (
     with_iteration_time,
 )
 from leto_jax.sim.closed_form import renewal_ettr
-from leto_jax.sim.interval import young_interval_secs
 from leto_jax.sim.plot import badput_bars
 from leto_jax.sim.predict import fit, relative_time
 from leto_jax.sim.system import LONGEST_INTERVAL_SECS

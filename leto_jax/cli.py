@@ -17,7 +17,7 @@ from typing import Annotated, Any
 import typer
 
 from leto_jax import errors
-from leto_jax.config import Deadlines, state_root
+from leto_jax.config import RECOVERY, Deadlines, Interval, Tiers, state_root
 from leto_jax.config import deterministic as repeatable
 
 app = typer.Typer(
@@ -64,8 +64,31 @@ def run(
         Path | None, typer.Option("--resume", help="Directory of checkpoints whose newest good one a fresh state starts from.")
     ] = None,
     checkpoint_dir: Annotated[
-        Path | None, typer.Option("--checkpoint-dir", help="On SIGTERM: finish the step, write a checkpoint here, exit with code 5.")
+        Path | None,
+        typer.Option(
+            "--checkpoint-dir",
+            help="Where checkpoints go: as --checkpoint-every says, and on SIGTERM (finish the step, write one, exit with code 5).",
+        ),
     ] = None,
+    checkpoint_every: Annotated[
+        str, typer.Option("--checkpoint-every", help="Steps (100), seconds (30s) or auto between Orbax checkpoints; none by default.")
+    ] = "",
+    keep: Annotated[int, typer.Option("--keep", help="Checkpoints that stay in --checkpoint-dir.")] = Tiers.keep,
+    synchronous: Annotated[
+        bool, typer.Option("--synchronous", help="Training waits while a checkpoint is written, instead of going on beside it.")
+    ] = False,
+    copy_every: Annotated[
+        str, typer.Option("--copy-every", help="The same as --checkpoint-every for whole copies in the state manager's memory.")
+    ] = "",
+    mttf_secs: Annotated[
+        float, typer.Option("--mttf-secs", help="Mean time between failures, for intervals that are auto.")
+    ] = Tiers.mttf_secs,
+    recovery: Annotated[
+        str,
+        typer.Option(
+            "--recovery", help=f"How to go on after a failure: {', '.join(RECOVERY)}. All but the first train with plain programs."
+        ),
+    ] = RECOVERY[0],
     plan: Annotated[bool, typer.Option("--plan", help="Print the memory plan and stop before anything is allocated.")] = False,
     debug: Annotated[bool, typer.Option("--debug", help="No shadow, no watchdog; the terminal belongs to the script.")] = False,
     orphan_timeout_secs: Annotated[
@@ -100,6 +123,7 @@ def run(
         ("--body-timeout-secs", body_timeout_secs),
         ("--hang-floor-secs", hang_floor_secs),
         ("--init-timeout-secs", init_timeout_secs),
+        ("--mttf-secs", mttf_secs),
     ]:
         if not value > 0:
             raise errors.UsageError(f"{name}: expected a positive number of seconds, found {value}")
@@ -111,6 +135,8 @@ def run(
         raise errors.UsageError(
             f"--resume: expected a directory of checkpoints, found {'a file' if resume.exists() else 'nothing'} at {resume}"
         )
+    tiers = Tiers(str(checkpoint_dir.absolute()) if checkpoint_dir else "", checkpoint_every, keep, not synchronous, copy_every, mttf_secs)
+    _check_tiers(recovery, tiers, resume)
     environ = repeatable(os.environ) if deterministic else dict(os.environ)
     if plan:
         sys.exit(_plan(str(path), context.args, name, environ))
@@ -124,10 +150,39 @@ def run(
         deadlines=Deadlines(orphan_timeout=orphan_timeout_secs, body=body_timeout_secs, hang_floor=hang_floor_secs, init=init_timeout_secs),
         debug=debug,
         resume=str(resume.absolute()) if resume else "",
-        checkpoint_dir=str(checkpoint_dir.absolute()) if checkpoint_dir else "",
+        checkpoint_dir=tiers.directory,
+        recovery=recovery,
+        tiers=tiers,
     )
     print(f"leto: job {name}, journal {settings.job_dir / 'journal.jsonl'}", file=sys.stderr, flush=True)
     sys.exit(Agent(settings, environ).run())
+
+
+def _check_tiers(recovery: str, tiers: Tiers, resume: Path | None) -> None:
+    """Raises UsageError for a way to go on that cannot work, or a directory that is not for this job."""
+    if recovery not in RECOVERY:
+        raise errors.UsageError(f"--recovery: expected one of {', '.join(RECOVERY)}, found {recovery!r}")
+    if tiers.keep < 1:
+        raise errors.UsageError(f"--keep: expected 1 or more, found {tiers.keep}")
+    for option, value in (("--checkpoint-every", tiers.every), ("--copy-every", tiers.copies_every)):
+        if value:
+            Interval.parse(value, option)
+    if tiers.every and not tiers.directory:
+        raise errors.UsageError("--checkpoint-every: expected --checkpoint-dir with it, found none")
+    if recovery == "persistent" and not tiers.every:
+        raise errors.UsageError("--recovery persistent: expected --checkpoint-dir and --checkpoint-every with it")
+    if recovery.startswith("host-memory") and not tiers.copies_every:
+        raise errors.UsageError(f"--recovery {recovery}: expected --copy-every with it")
+    if recovery == "none" and (tiers.every or tiers.copies_every):
+        raise errors.UsageError(
+            "--recovery none: expected neither --checkpoint-every nor --copy-every, since nothing would read the copies"
+        )
+    directory = Path(tiers.directory)
+    found = sorted(int(path.name) for path in directory.iterdir() if path.name.isdecimal()) if tiers.every and directory.is_dir() else []
+    if found and (resume is None or resume.absolute() != directory):
+        raise errors.UsageError(
+            f"--checkpoint-dir: {directory} holds checkpoints already, up to step {found[-1]}; go on from them with --resume {directory}, or name another"
+        )
 
 
 def _plan(script: str, arguments: list[str], job: str, environ: Mapping[str, str]) -> int:

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
+import json
 import os
 from collections.abc import Mapping
 from pathlib import Path
+from typing import NamedTuple
 
 from leto_jax import errors
 
@@ -90,12 +93,54 @@ class Deadlines:
     preempt: float = 600.0
 
 
+RECOVERY = ("in-place", "persistent", "host-memory", "host-memory+spare", "none")
+"""Ways to go on after a failure (`leto run --recovery`). In all but the first the state is the trainer's own, as without leto_jax: plain programs, and
+a new process goes on from the newest copy that there is."""
+SPARES = ("in-place", "host-memory+spare")
+"""Those with a process that waits."""
+
+
+class Interval(NamedTuple):
+    """How often: every `steps` steps, every `secs` seconds, or, if both are None, as often as costs least (Daly 2006)."""
+
+    steps: int | None = None
+    secs: float | None = None
+
+    @staticmethod
+    def parse(text: str, option: str) -> Interval:
+        """'100' (steps), '30s' or 'auto'. Raises UsageError naming the option."""
+        with contextlib.suppress(ValueError):
+            if text == "auto":
+                return Interval()
+            if text.endswith("s") and (secs := float(text[:-1])) > 0:
+                return Interval(secs=secs)
+            if (steps := int(text)) > 0:
+                return Interval(steps=steps)
+        raise errors.UsageError(f"{option}: expected a number of steps such as 100, seconds such as 30s, or auto, found {text!r}")
+
+
+@dataclasses.dataclass(frozen=True)
+class Tiers:
+    """Where copies of the state go while a job trains, and how often; '' for never (`Interval.parse`).
+
+    directory, every, keep, asynchronous: the persistent tier, versions that stay, whether training goes on while one is written. copies_every:
+    of the tier in the host memory of the state manager. mttf_secs: mean time between failures, for what is tuned.
+    """
+
+    directory: str = ""
+    every: str = ""
+    keep: int = 2
+    asynchronous: bool = True
+    copies_every: str = ""
+    mttf_secs: float = 3600.0
+
+
 @dataclasses.dataclass(frozen=True)
 class Process:
     """What a trainer or shadow learns from the agent that started it. The one place where `LETO_*` variables are read.
 
     role: 'trainer', 'shadow', or 'plan' (prints the memory plan at its session and ends). resume: directory of checkpoints to start from, ''
-    for none. shadow: whether the job has shadows.
+    for none. shadow: whether the job has shadows. recovery: one of RECOVERY.
     """
 
     job: str
@@ -106,6 +151,8 @@ class Process:
     job_dir: Path
     resume: str = ""
     shadow: bool = True
+    recovery: str = "in-place"
+    tiers: Tiers = dataclasses.field(default_factory=Tiers)
 
     @staticmethod
     def from_environ(environ: Mapping[str, str] = os.environ) -> Process | None:
@@ -133,6 +180,8 @@ class Process:
             job_dir=Path(found["LETO_JOB_DIR"]),
             resume=environ.get("LETO_RESUME", ""),
             shadow=environ.get("LETO_SHADOW", "1") == "1",
+            recovery=environ.get("LETO_RECOVERY", "in-place"),
+            tiers=Tiers(**json.loads(environ.get("LETO_TIERS", "{}"))),
         )
 
     def environ(self) -> dict[str, str]:
@@ -146,6 +195,8 @@ class Process:
             "LETO_JOB_DIR": str(self.job_dir),
             "LETO_RESUME": self.resume,
             "LETO_SHADOW": str(int(self.shadow)),
+            "LETO_RECOVERY": self.recovery,
+            "LETO_TIERS": json.dumps(dataclasses.asdict(self.tiers)),
         }
 
 

@@ -47,6 +47,10 @@ class Point(enum.StrEnum):
     LOST = enum.auto()
     REPAIR_PAGE = enum.auto()
     LOST_CLEAR = enum.auto()
+    # a whole copy of the state in host memory
+    COPY_DATA = enum.auto()
+    COPY_HEADER = enum.auto()
+    COPY_RECORD = enum.auto()
 
 
 class Moment(enum.StrEnum):

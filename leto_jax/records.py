@@ -24,7 +24,8 @@ _MASK = 0xFFFFFFFF
 
 
 class Kind(enum.IntEnum):
-    """What a record says. The first four live in the log, the next ones beside the data they describe, the last in the host metadata."""
+    """What a record says. The first four live in the log, the next ones beside the data they describe, then those of the host metadata,
+    the last at the head of a whole copy."""
 
     COMMIT = 1
     INTENT = 2
@@ -37,6 +38,7 @@ class Kind(enum.IntEnum):
     PROMOTION = 9
     LIFE = 10
     LOST = 11
+    COPY = 12
 
 
 @dataclasses.dataclass(frozen=True)

@@ -45,7 +45,7 @@ from leto_jax.arena.control import Control, Word
 from leto_jax.arena.memory import HostArena
 from leto_jax.arena.metadata import HostMetadata, LostRange
 from leto_jax.arena.rank import arena_names
-from leto_jax.config import Deadlines, Process
+from leto_jax.config import RECOVERY, SPARES, Deadlines, Process, Tiers
 from leto_jax.faults import Phase, Point
 from leto_jax.goodput.journal import Journal
 from leto_jax.manager import fence, protocol, runtime
@@ -83,6 +83,8 @@ class Settings:
     debug: bool = False
     resume: str = ""  # directory of checkpoints that a fresh state comes from
     checkpoint_dir: str = ""  # where the state goes on SIGTERM
+    recovery: str = RECOVERY[0]
+    tiers: Tiers = dataclasses.field(default_factory=Tiers)
     only_checkpoint: str = ""  # attach, write the retained state here, and leave it kept
 
 
@@ -131,6 +133,7 @@ class Agent:
         self._manager_process: subprocess.Popen | None = None
         self._door: Door | None = None
         self._look_at = 0.0
+        self._begun = False  # a step of the job was trained
 
     # Life of the job --------------------------------------------------------------------------------------------------------------
 
@@ -239,7 +242,7 @@ class Agent:
         """Ends every process, frees the memory unless the state is kept, and removes the sockets."""
         assert self._exit is not None
         code, reason = self._exit
-        keep = code == policy.GAVE_UP
+        keep = code == policy.GAVE_UP and (self._in_place or bool(self.settings.tiers.copies_every))
         if keep and self._subscription.lost:
             self._replace_manager()
         manager = self._open_manager()
@@ -307,8 +310,18 @@ class Agent:
         self._register_children(token)
         self._write_run_file("running", token)
         socket_path = self._directory / runtime.SOCKET_NAME
+        settings = self.settings
         process = Process(
-            self.settings.job, role, 0, socket_path, self._incarnation, self.settings.job_dir, self.settings.resume, self.settings.shadow
+            settings.job,
+            role,
+            0,
+            socket_path,
+            self._incarnation,
+            settings.job_dir,
+            settings.resume,
+            settings.shadow,
+            settings.recovery,
+            settings.tiers,
         )
         stdin = None if self.settings.debug else subprocess.DEVNULL
         child = spawn(process, token, [self.settings.script, *self.settings.arguments], self._environ, stdin)
@@ -338,7 +351,8 @@ class Agent:
     def _start_shadow(self) -> None:
         """Starts a shadow if one is wanted now: beside a trainer that is in its loop."""
         self._shadow_due = math.inf
-        if not self.settings.shadow or self._shadow is not None or self._trainer is None or self._shadow_refused or self._exit is not None:
+        wanted = self.settings.shadow and self.settings.recovery in SPARES
+        if not wanted or self._shadow is not None or self._trainer is None or self._shadow_refused or self._exit is not None:
             return
         self._shadow = self._spawn("shadow", "shadow")
         set_priority(self._shadow.pid, LOW)
@@ -507,7 +521,7 @@ class Agent:
             set_priority(self._shadow.pid, 0)
             self._say("no shadow is ready yet: waiting for the one that is loading")
         elif decision.action is Action.COLD:
-            self._say("no shadow: a new trainer attaches to the retained state")
+            self._say("no shadow: a new trainer attaches to the retained state" if self._in_place else "a new trainer starts")
             self._start_trainer("cold")
         else:
             self._give_up(decision.reason)
@@ -520,9 +534,16 @@ class Agent:
 
     @property
     def _retained(self) -> bool:
-        """Whether there is a state worth keeping: one that was completely filled."""
+        """Whether there is a state worth keeping: one that was completely filled, or one that other processes have copies of."""
+        if not self._in_place:
+            return self._begun
         life = self._metadata.latest(RecordKind.LIFE)
         return life is not None and life.body[0] == Life.LIVE
+
+    @property
+    def _in_place(self) -> bool:
+        """Whether the state outlives the trainer."""
+        return self.settings.recovery == RECOVERY[0]
 
     def _promote(self) -> int:
         """Makes the ready shadow the trainer. Returns the new epoch.
@@ -715,6 +736,10 @@ class Agent:
         elif op == "status":
             protocol.send(sock, {"ok": True, **self.status()}, deadline=time.monotonic() + REPLY_SECS)
         elif op == "inject":
+            if not self._in_place and FailureKind(message["kind"]) in DAMAGE:
+                raise errors.UsageError(
+                    f"--kind {message['kind']}: there is no retained memory, this job runs with --recovery {self.settings.recovery}"
+                )
             on_gpu = any(gpu_of(item.kind) is not None for item in self._subscription.descriptors.values())
             self._injection.ask(sock, message, on_gpu)
         elif op == "checkpoint":
@@ -757,14 +782,19 @@ class Agent:
                 "attached", **who, commit=message["commit"], action=message["action"], reason=message["reason"], stages=message["stages"]
             )
         elif name in ("first_step", "takeover"):
+            self._begun = True
             if name == "first_step":
-                self._pending = None  # a trainer that died before its arenas were live: the next one filled them
+                if not message.get("recovering", False):
+                    self._pending = None  # a trainer that died before its arenas were live: the next one filled them
                 self.journal.write("first_step", **who, commit=message["commit"], secs=message["secs"])
             else:
                 self._takeover_done(child, message)
             self._shadow_due = time.monotonic()
         elif name == "checkpoint":
             self._checkpointed(child, message)
+        elif name == "saved":
+            fields = {key: message[key] for key in ("tier", "commit", "stall_secs", "secs", "error")}
+            self.journal.write("saved", **who, **fields)
         elif name == "stopped":
             self.journal.write("stopped", **who, reason=str(message["reason"]))
         elif name == "done":
@@ -803,9 +833,7 @@ class Agent:
             takeover_secs=total - plain,
             detect_secs=pending.failure.detect_secs if pending.failure.detect_secs is not None else pending.stages["detect"],
             stages={**pending.stages, **message["stages"]},
-            lost_steps=int(
-                message["action"] in ("redo", "revoke") and pending.lost_step_secs > 0 and message["commit"] == pending.failure.step + 1
-            ),
+            lost_steps=_lost_steps(pending, message),
             compiles=message["compiles"],
             plan=message["action"],
             path=pending.path,
@@ -870,6 +898,14 @@ class Agent:
         with contextlib.suppress(OSError):
             temporary.write_text(json.dumps(found))
             temporary.replace(path)
+
+
+def _lost_steps(pending: _Pending, message: Mapping[str, Any]) -> int:
+    """Steps whose compute ran again."""
+    cut_off = pending.lost_step_secs > 0
+    if "restored" in message:
+        return pending.failure.step - int(message["restored"]) + cut_off
+    return int(message["action"] in ("redo", "revoke") and cut_off and message["commit"] == pending.failure.step + 1)
 
 
 def _say(text: str) -> None:

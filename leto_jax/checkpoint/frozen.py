@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import hashlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
 import jax
 import jax.numpy as jnp
@@ -13,7 +13,6 @@ import numpy as np
 from leto_jax import errors
 from leto_jax.layout import LeafSpec
 from leto_jax.rmu.programs import Job
-from leto_jax.rmu.retained import Retained
 
 GROUPS = ("params", "opt_state", "companions", "extras")
 
@@ -38,49 +37,49 @@ class Frozen:
         return [params, self.leaves["opt_state"], self.leaves["companions"], self.leaves["extras"], copies]
 
 
-def specs(job: Job) -> dict[str, Sequence[LeafSpec]]:
-    """The leaves of each group of a job."""
-    return {
-        "params": job.layout.spec.params,
-        "opt_state": job.opt_specs,
-        "companions": job.companion_specs,
-        "extras": job.layout.spec.extras,
-    }
+@dataclasses.dataclass(frozen=True)
+class Form:
+    """What a whole state looks like: the leaves of each group, in tree order and storage form, and the tree that they make."""
+
+    specs: Mapping[str, Sequence[LeafSpec]]
+    trees: Mapping[str, jax.tree_util.PyTreeDef]
+
+    def describe(self) -> list[str]:
+        """Every leaf as `group path: dtype[shape]`, in order: what a checkpoint must hold to be this job's."""
+        return [f"{name}{spec.describe()}" for name, group in self.specs.items() for spec in group]
+
+    def require(self, found: Sequence[str], what: str) -> None:
+        """Raises LayoutError naming the first leaf in which a checkpoint differs. found: as `describe` gives it."""
+        mine = self.describe()
+        for theirs, ours in zip(found, mine, strict=False):
+            if theirs != ours:
+                raise errors.LayoutError(
+                    f"{what} holds {theirs}, this script has {ours}; resume with the model and optimizer that it was saved with"
+                )
+        if len(found) != len(mine):
+            longer, who = (found, what) if len(found) > len(mine) else (mine, "this script")
+            raise errors.LayoutError(
+                f"only {who} has {longer[min(len(found), len(mine))]}; resume with the model and optimizer that it was saved with"
+            )
 
 
-def freeze(retained: Retained, commit: int, position: bytes) -> Frozen:
-    """A copy of the retained state. Nothing may be updated meanwhile. Cost: reads and writes the state once."""
-    return Frozen(commit, {name: [np.array(leaf, copy=True) for leaf in retained.arrays(name, commit)] for name in GROUPS}, position)
+def form_of(job: Job) -> Form:
+    """The form of a job's state."""
+    spec, trees = job.layout.spec, job.trees
+    return Form(
+        {"params": spec.params, "opt_state": job.opt_specs, "companions": job.companion_specs, "extras": spec.extras},
+        {"params": trees.params, "opt_state": trees.opt_state, "companions": trees.companions, "extras": trees.extras},
+    )
 
 
-def describe(job: Job) -> list[str]:
-    """Every leaf as `group path: dtype[shape]`, in order: what a checkpoint must hold to be this job's."""
-    return [f"{name}{spec.describe()}" for name, group in specs(job).items() for spec in group]
+def copy(step: int, leaves: Callable[[str], Iterable[np.ndarray]], position: bytes) -> Frozen:
+    """A copy of a state. leaves: those of a group. Nothing may be updated meanwhile. Cost: reads and writes the state once."""
+    return Frozen(step, {name: [np.array(leaf, copy=True) for leaf in leaves(name)] for name in GROUPS}, position)
 
 
 def digests(frozen: Frozen) -> list[str]:
     """SHA-256 of each leaf, in order. Cost: about 1 GB/s."""
     return [hashlib.sha256(np.ascontiguousarray(leaf).reshape(-1).view(np.uint8)).hexdigest() for leaf in _all(frozen)]
-
-
-def require_same(found: Sequence[str], job: Job, what: str) -> None:
-    """Raises LayoutError naming the first leaf in which a checkpoint differs from the job."""
-    mine = describe(job)
-    for theirs, ours in zip(found, mine, strict=False):
-        if theirs != ours:
-            raise errors.LayoutError(
-                f"{what} holds {theirs}, this script has {ours}; resume with the model and optimizer that it was saved with"
-            )
-    if len(found) != len(mine):
-        longer, who = (found, what) if len(found) > len(mine) else (mine, "this script")
-        raise errors.LayoutError(
-            f"only {who} has {longer[min(len(found), len(mine))]}; resume with the model and optimizer that it was saved with"
-        )
-
-
-def trees(job: Job) -> dict[str, jax.tree_util.PyTreeDef]:
-    """The tree structure of each group."""
-    return {"params": job.trees.params, "opt_state": job.trees.opt_state, "companions": job.trees.companions, "extras": job.trees.extras}
 
 
 def _all(frozen: Frozen) -> Iterator[np.ndarray]:

@@ -22,14 +22,14 @@ import numpy as np
 
 from leto_jax import errors
 from leto_jax.checkpoint import frozen as states
-from leto_jax.checkpoint.frozen import Frozen
-from leto_jax.rmu.programs import Job, structs
+from leto_jax.checkpoint.frozen import Form, Frozen
+from leto_jax.rmu.programs import structs
 
 FORMAT = 1
 ITEMS = ("state", "iterator", "metadata")
 
 
-def save(job: Job, state: Frozen, directory: str | Path, keep: int | None = None) -> Path:
+def save(form: Form, state: Frozen, directory: str | Path, keep: int | None = None) -> Path:
     """Writes a version and waits until it is complete. keep: how many versions stay, all by default. Returns its directory.
 
     Raises CheckpointError where it cannot be written, with the reason; what was there before stays.
@@ -38,9 +38,9 @@ def save(job: Job, state: Frozen, directory: str | Path, keep: int | None = None
     """
     ocp = _orbax()
     path = Path(directory).absolute()
-    metadata = {"format": FORMAT, "step": state.step, "leaves": states.describe(job), "sha256": states.digests(state)}
+    metadata = {"format": FORMAT, "step": state.step, "leaves": form.describe(), "sha256": states.digests(state)}
     items = ocp.args.Composite(
-        state=ocp.args.StandardSave(_tree(job, state.leaves)),
+        state=ocp.args.StandardSave(_tree(form, state.leaves)),
         iterator=ocp.args.JsonSave({"position": base64.b64encode(state.position).decode()}),
         metadata=ocp.args.JsonSave(metadata),
     )
@@ -67,29 +67,35 @@ def versions(directory: str | Path) -> list[int]:
         return sorted(manager.all_steps(), reverse=True)
 
 
-def restore(job: Job, directory: str | Path, warn: Callable[[str], None] | None = None) -> Frozen:
+def restore(form: Form, directory: str | Path, warn: Callable[[str], None] | None = None) -> Frozen:
     """The newest version that can be read and has its checksums.
 
     Raises LayoutError if it is of another model or optimizer (the first leaf that differs is named), CheckpointError if no version is good.
     Cost: Orbax', and a SHA-256 of the state.
     """
-    warn = warn or (lambda text: print(f"leto: {text}", file=sys.stderr, flush=True))
     found = versions(directory)
     for step in found:
         try:
-            return _restore(job, Path(directory).absolute(), step)
+            return restore_version(form, directory, step)
         except errors.LayoutError:
             raise
         except Exception as exception:  # whatever Orbax, its storage or damaged bytes come up with: the next older one may be good
-            lines = str(exception).strip().splitlines()
-            warn(f"checkpoint {step} in {directory} is passed over: {type(exception).__name__}: {lines[0] if lines else 'no message'}")
+            pass_over(step, str(directory), exception, warn)
     raise errors.CheckpointError(
         f"no version in {directory} can be restored ({'found ' + ', '.join(map(str, found)) if found else 'there is none'}); name another directory"
     )
 
 
-def _restore(job: Job, path: Path, step: int) -> Frozen:
-    ocp = _orbax()
+def pass_over(step: int, where: str, exception: Exception, warn: Callable[[str], None] | None = None) -> None:
+    """Says that a version is not used, and why."""
+    lines = str(exception).strip().splitlines()
+    text = f"checkpoint {step} in {where} is passed over: {type(exception).__name__}: {lines[0] if lines else 'no message'}"
+    (warn or (lambda text: print(f"leto: {text}", file=sys.stderr, flush=True)))(text)
+
+
+def restore_version(form: Form, directory: str | Path, step: int) -> Frozen:
+    """One version, checked. Raises whatever is wrong with it."""
+    ocp, path = _orbax(), Path(directory).absolute()
     what = f"checkpoint {step} in {path}"
     with _manager(path, None, read_only=True) as manager:
         metadata = manager.restore(step, args=ocp.args.Composite(metadata=ocp.args.JsonRestore())).metadata
@@ -97,10 +103,10 @@ def _restore(job: Job, path: Path, step: int) -> Frozen:
             raise errors.CheckpointError(
                 f"{what}: expected format {FORMAT}, found {metadata.get('format')!r}; use the version of leto_jax that wrote it"
             )
-        states.require_same(metadata["leaves"], job, what)
-        wanted = _tree(job, {name: structs(group) for name, group in states.specs(job).items()})
+        form.require(metadata["leaves"], what)
+        wanted = _tree(form, {name: structs(group) for name, group in form.specs.items()})
         items = manager.restore(step, args=ocp.args.Composite(state=ocp.args.StandardRestore(wanted), iterator=ocp.args.JsonRestore()))
-    leaves = _leaves(job, items.state)
+    leaves = _leaves(form, items.state)
     state = Frozen(step, leaves, base64.b64decode(items.iterator["position"], validate=True))
     for path_of, wrong, right in zip(metadata["leaves"], states.digests(state), metadata["sha256"], strict=True):
         if wrong != right:
@@ -108,20 +114,20 @@ def _restore(job: Job, path: Path, step: int) -> Frozen:
     return state
 
 
-def _tree(job: Job, leaves: dict[str, Any]) -> dict[str, Any]:
+def _tree(form: Form, leaves: dict[str, Any]) -> dict[str, Any]:
     """Groups as trees; what Orbax cannot hold, empty leaves, is None. Groups without a leaf are left out."""
     found = {}
-    for name, treedef in states.trees(job).items():
+    for name, treedef in form.trees.items():
         full = [leaf if np.prod(leaf.shape, dtype=np.int64) else None for leaf in leaves[name]]
         if any(leaf is not None for leaf in full):
             found[name] = jax.tree_util.tree_unflatten(treedef, full)
     return found
 
 
-def _leaves(job: Job, tree: dict[str, Any]) -> dict[str, list[np.ndarray]]:
+def _leaves(form: Form, tree: dict[str, Any]) -> dict[str, list[np.ndarray]]:
     """The inverse of `_tree`."""
     found = {}
-    for name, group in states.specs(job).items():
+    for name, group in form.specs.items():
         present = iter(jax.tree_util.tree_leaves(tree.get(name)))
         forms = structs(group)
         found[name] = [
@@ -134,10 +140,12 @@ def _leaves(job: Job, tree: dict[str, Any]) -> dict[str, list[np.ndarray]]:
 def _manager(path: Path, keep: int | None, read_only: bool = False) -> Iterator[Any]:
     """An Orbax manager of the directory; what it has to say on being opened is not for our users."""
     ocp, log = _orbax(), logging.getLogger("absl")
-    options = ocp.CheckpointManagerOptions(max_to_keep=keep, create=not read_only, read_only=read_only, enable_async_checkpointing=False)
     level = log.level
     log.setLevel(logging.ERROR)
     try:
+        options = ocp.CheckpointManagerOptions(
+            max_to_keep=keep, create=not read_only, read_only=read_only, enable_async_checkpointing=False
+        )
         with ocp.CheckpointManager(path, item_names=ITEMS, options=options) as manager:
             yield manager
     finally:

@@ -34,6 +34,7 @@ EVENTS: dict[str, tuple[str, ...]] = {
     "ended": ("rank", "incarnation", "steps", "step_secs", "stale_secs", "alive_secs"),
     "manager": ("pid", "reason"),
     "checkpoint": ("rank", "incarnation", "commit", "path", "secs", "error"),
+    "saved": ("rank", "incarnation", "tier", "commit", "stall_secs", "secs", "error"),
     "stopped": ("rank", "incarnation", "reason"),
     "done": ("rank", "incarnation", "commit", "loss", "digest"),
     "finish": ("code", "reason"),

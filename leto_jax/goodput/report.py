@@ -48,6 +48,8 @@ class Cause(enum.StrEnum):
     DETECTION = "detection"  # from the failure until the agent knows of it
     FENCE = "fence"  # until every old process is dead and reaped
     ATTACH = "attach"  # decision, promotion, mapping, data position, until the first step begins [INFRASTRUCTURE_RECOVERY_FROM_DISRUPTION]
+    RESTORE = "restore"  # reading the newest copy of the state, where it does not outlive its trainer [CHECKPOINT_RESTORE]
+    CHECKPOINT_STALL = "checkpoint_stall"  # training stood still while a copy was taken [UNPRODUCTIVE_CHECKPOINT_SAVE]
     ROLL_FORWARD = "roll_forward"  # verifying, repairing pages, finishing the interrupted update, encoding parity
     RECOMPUTED_STEPS = "recomputed_steps"  # work that was done again [WASTED_PROGRESS_FROM_DISRUPTION]
     FIRST_STEP_OVERHEAD = "first_step_overhead"  # first step of a process beyond a plain one [PROGRAM_STARTUP]
@@ -234,6 +236,7 @@ class _Books:
         self._loop: _Loop | None = None
         self._interrupted = 0
         self._spawned = False
+        self._stalled = 0
         self._exit_ns: int | None = None
 
     @property
@@ -286,7 +289,9 @@ class _Books:
             (Cause.FIRST_STEP_OVERHEAD, loop.first_ns - useful),
             (Cause.PRODUCTIVE, step_ns - loop.first_ns),
             (Cause.RECOMPUTED_STEPS, lost),
+            (Cause.CHECKPOINT_STALL, self._stalled),
         )
+        self._stalled = 0
         if record is not None:
             self.watched += known - begin
             self.stale += min(known - begin, _ns(record["stale_secs"]))
@@ -344,7 +349,8 @@ class _Books:
         commit, stages, fill = event["commit"], event["stages"], event["action"] == "fill"
         rolled = 0 if fill else _ns(stages.get("verify", 0.0)) + _ns(stages.get("roll_forward", 0.0))
         data = 0 if fill else _ns(stages.get("data", 0.0))
-        self._pass(event["ns"], self._waiting, (Cause.ROLL_FORWARD, rolled), (Cause.ATTACH, data))
+        restored = 0 if fill else _ns(stages.get("restore", 0.0))
+        self._pass(event["ns"], self._waiting, (Cause.ROLL_FORWARD, rolled), (Cause.ATTACH, data), (Cause.RESTORE, restored))
         self._waiting = Cause.INITIALISATION if fill else Cause.ATTACH
         if commit < self._reached:
             self._rewind(commit)
@@ -356,7 +362,12 @@ class _Books:
         self._base = commit if self._base is None else min(self._base, commit)
         self._reached, self._interrupted = commit, 0
 
+    def _on_saved(self, event: Event) -> None:
+        self._stalled += _ns(event["stall_secs"])
+
     def _on_first_step(self, event: Event) -> None:
+        if self._loop is not None and self._loop.incarnation == event["incarnation"]:
+            return  # it is in its loop, and has now done again what was lost
         self._pass(event["ns"] - _ns(_first_step_secs(event)), self._waiting)
         first_ns, self._exit_ns = max(0, event["ns"] - self._cursor), None
         self._loop = _Loop(event["incarnation"], event["commit"] - 1, first_ns, _ns(event.get("plain_step_secs", 0.0)))
@@ -430,9 +441,11 @@ LETTERS = {
     "fence": ("F", "fence"),
     "start": ("P", "a new process starts"),
     "attach": ("A", "attach"),
+    "restore": ("C", "restore a copy"),
     "verify": ("V", "verify"),
     "roll_forward": ("R", "roll forward"),
     "data": ("B", "batches"),
+    "recompute": ("W", "steps that are computed again"),
     "body": ("L", "loop body of the replayed step"),
     "rest": ("S", "first step beyond a plain one, and what no stage covers"),
 }

@@ -204,7 +204,7 @@ def trace(init: Callable, step: StepSpec, batch: PyTree, key: Array, protection:
     differentiated = tuple(i for i, leaf in enumerate(sliced.leaves) if leaf.needs_grad or not leaf.frozen)
 
     params_tree = jax.tree_util.tree_structure(params)
-    compute = _compute_function(step, params_tree, differentiated)
+    compute = compute_function(step, params_tree, differentiated)
     arguments = (
         _seen_params(params, step.compute_dtype),
         extras,
@@ -298,7 +298,7 @@ def _seen_params(params: PyTree, compute_dtype) -> PyTree:
     return jax.tree.map(seen, params)
 
 
-def _compute_function(step: StepSpec, params_tree, differentiated: tuple[int, ...]) -> Callable:
+def compute_function(step: StepSpec, params_tree, differentiated: tuple[int, ...]) -> Callable:
     """(params, extras, batch, key) -> (loss, gradients of the leaves that need one, extras, metrics)."""
 
     def compute(params, extras, batch, key):

@@ -7,12 +7,14 @@ import dataclasses
 import functools
 import json
 import os
+import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 from leto_jax import errors
 from leto_jax.arena.control import Control
+from leto_jax.arena.memory import Arena, HostArena
 from leto_jax.arena.rank import Arenas, arena_names, map_arenas, segment_names
 from leto_jax.config import Process
 from leto_jax.layout import Layout
@@ -39,9 +41,10 @@ class Promotion:
 
 
 class Member:
-    """Owns the two connections of one process; one thread uses it."""
+    """Owns the two connections of one process. One thread uses it; events may come from any."""
 
     def __init__(self, process: Process):
+        self._sending = threading.Lock()
         self.process = process
         self.manager = ManagerClient(process.socket, process.role, process.rank, process.incarnation)
         self._agent = protocol.connect(process.socket.parent / AGENT_SOCKET, deadline=time.monotonic() + SEND_SECS, what="the agent")
@@ -95,6 +98,18 @@ class Member:
             for item in opened:
                 item.close()
 
+    def take_memory(self, names: Sequence[str], nbytes: int) -> list[Arena]:
+        """Becomes the one writer of host memory under these names, each of `nbytes`; reserved if the job has none yet.
+
+        Raises JobError while the last writer lives, MemoryBudgetError if it does not fit, UsageError if the job's has another size.
+        """
+        arenas: list[Arena] = []
+        for name in names:
+            with self._ask(functools.partial(self.manager.reserve, name, nbytes, ARENA)) as item:
+                self._ask(functools.partial(self.manager.lease, name))
+                arenas.append(HostArena(item.fd, nbytes, name))
+        return arenas
+
     @contextlib.contextmanager
     def _renew(self, layout: Layout, gpu: int, number: int, nbytes: int) -> Iterator[tuple[int, Callable[[], None]]]:
         """New memory for a segment of this rank's device arena (`arena.device.Renewal`)."""
@@ -141,4 +156,5 @@ class Member:
             return request()
 
     def _send(self, message: protocol.Message) -> None:
-        protocol.send(self._agent, message, deadline=time.monotonic() + SEND_SECS)
+        with self._sending:
+            protocol.send(self._agent, message, deadline=time.monotonic() + SEND_SECS)

@@ -8,10 +8,10 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from math import ceil
 
+from leto_jax.checkpoint.interval import iterations, young_interval_secs
 from leto_jax.errors import UsageError
 from leto_jax.sim.costs import Costs
 from leto_jax.sim.failures import Kind
-from leto_jax.sim.interval import iterations, young_interval_secs
 from leto_jax.sim.plan import Cycle, Plan, Recovery, Resume
 from leto_jax.sim.units import fraction, positive, to_ns
 from leto_jax.sim.workload import Workload

@@ -3,8 +3,8 @@
 from dataclasses import dataclass, replace
 from math import ceil, exp, sqrt
 
+from leto_jax.checkpoint.interval import best_interval, daly_interval_secs, iterations, young_interval_secs
 from leto_jax.sim.closed_form import renewal_ettr
-from leto_jax.sim.interval import best_interval, daly_interval_secs, iterations, young_interval_secs
 from leto_jax.sim.system import LONGEST_INTERVAL_SECS, Setting, System, at_risk, plan
 
 

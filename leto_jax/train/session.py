@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import json
 import os
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import jax
 import numpy as np
@@ -19,9 +20,11 @@ from leto_jax import errors, faults, records
 from leto_jax.arena import cuda, views
 from leto_jax.arena.control import Control, Word
 from leto_jax.arena.rank import Arenas, private_arenas
-from leto_jax.config import Process, Protection, for_gpu
+from leto_jax.checkpoint import frozen
+from leto_jax.checkpoint.frozen import Form, Frozen
+from leto_jax.config import RECOVERY, Process, Protection, for_gpu
 from leto_jax.faults import Phase
-from leto_jax.layout import Layout
+from leto_jax.layout import Layout, LeafSpec
 from leto_jax.records import Kind
 from leto_jax.rmu import programs, rollforward
 from leto_jax.rmu.device import make_transaction
@@ -33,8 +36,12 @@ from leto_jax.shadow.member import Member, Promotion
 from leto_jax.train import budget, data
 from leto_jax.train.digest import state_digest
 from leto_jax.train.ring import Ring
-from leto_jax.train.state import State, user_tree
+from leto_jax.train.state import State, retained_state, user_tree
 from leto_jax.train.step import TrainStep
+
+if TYPE_CHECKING:
+    from leto_jax.checkpoint.hostmemory import HostMemory
+    from leto_jax.checkpoint.keeper import Keeper
 
 PyTree = Any
 PROGRAMS_DEADLINE_SECS = 600.0
@@ -65,6 +72,11 @@ def session(
         raise errors.UsageError(f"session: step: expected a TrainStep, found {type(step).__name__}")
     if not isinstance(steps, int) or steps < 1:
         raise errors.UsageError(f"session: steps: expected a positive int, found {steps!r}")
+    process = Process.from_environ()
+    if process is not None and process.recovery != RECOVERY[0] and process.role != "plan":
+        from leto_jax.train.plain import PlainSession
+
+        return PlainSession(init, step, dataset, key, steps, tuple(warm), protection)
     return Session(init, step, dataset, key, steps, tuple(warm), protection)
 
 
@@ -102,6 +114,8 @@ class Session:
         self._process = Process.from_environ()
         self._member: Member | None = None
         self._control: Control | None = None
+        self._keeper: Keeper | None = None
+        self._copies: HostMemory | None = None
         self._entered = self._iterated = False
         self._current: int | None = None
         self.replayed = False
@@ -127,7 +141,7 @@ class Session:
         return self
 
     def _enter(self) -> None:
-        self._device = _only_device()
+        self._device = only_device()
         self._gpu = views.gpu_number(self._device)
         key = self._key if programs.is_key(self._key) else jax.random.wrap_key_data(self._key)
         self._key_data = jax.random.key_data(key)
@@ -143,7 +157,7 @@ class Session:
             _print_plan(self._job.layout, self._gpu)
             raise SystemExit(0)
         lowered = executables.lower(self._job)
-        self._compiles = _count_compiles()
+        self._compiles = count_compiles()
         if self._process is None or self._member is None:
             print(
                 "leto: not started by `leto run`: training unprotected, with the same programs and the same results",
@@ -217,7 +231,7 @@ class Session:
 
     def _rehearse_user(self, retained: Retained, commit: int) -> None:
         """State views, metrics and the user's warm programs, on scratch memory."""
-        state = State(retained, commit)
+        state = retained_state(retained, commit)
         batch = jax.tree_util.tree_unflatten(self._job.trees.batch, prewarm.blank_batch(self._job))
         if self._gpu is None:
             _ = state.params, state.opt_state, state.companions, state.extras
@@ -260,7 +274,7 @@ class Session:
             self._commit = recovered.commit
         filled = self._retained.metadata.latest(Kind.LIFE)
         self._first = filled.step if filled is not None else 0
-        self.state = State(self._retained, self._commit)
+        self.state = self._view()
         with stage("data"):
             self._pending = self._reposition()
         self._takeover = None
@@ -268,30 +282,70 @@ class Session:
             self._takeover = _Takeover(
                 time.monotonic_ns(), stages, compiles, recovered.plan.action.value, recovered.plan.reason, recovered.repaired_pages
             )
-        self._rows = _MetricsFile(self._process.job_dir / "metrics.jsonl" if self._process else None, self._commit)
+        self._rows = MetricsFile(self._process.job_dir / "metrics.jsonl" if self._process else None, self._commit)
         if self._commit > self._first:
-            self._rows.add(self._commit, self._metrics_of(self._retained, self._commit))
+            self._rows.add(self._commit, self._metrics())
         if self._control is not None:
             self._control[Word.COMMIT] = self._commit
         if self._member is not None:
             self._member.event(
                 "attached", commit=self._commit, action=recovered.plan.action.value, reason=recovered.plan.reason, stages=stages
             )
+        self._keep()
         if self._control is not None:
             self._control.enter(Phase.BODY)  # what the script does from here on is its own
 
     def _fill(self) -> int:
-        """The first state, or the newest checkpoint that the job was asked to go on from. Returns its step."""
-        if self._process is None or not self._process.resume:
+        """The first state, or the newest copy of one. Returns its step."""
+        found = self._newest()
+        if found is None:
             self._transaction.fill(0, *self._transaction.init(self._key_data))
             return 0
-        from leto_jax.checkpoint import persistent
+        self._ring.mark(found.step, found.position)
+        self._transaction.fill(found.step, *found.for_fill(self._job))
+        return found.step
 
-        state = persistent.restore(self._job, self._process.resume)
-        self._ring.mark(state.step, state.position)
-        self._transaction.fill(state.step, *state.for_fill(self._job))
-        print(f"leto: resumed from step {state.step} of {self._process.resume}", file=sys.stderr, flush=True)
-        return state.step
+    def _newest(self) -> Frozen | None:
+        """The newest copy that this process may go on from: of those of this job, if it is not its first, and of the directory that the job was
+        asked to start from. Raises CheckpointError if it was asked to, and there is none."""
+        process = self._process
+        if process is None:
+            return None
+        if process.incarnation == 1:
+            if not process.resume:
+                return None
+            from leto_jax.checkpoint import persistent
+
+            state, where = persistent.restore(self._form, process.resume), process.resume
+        else:
+            from leto_jax.checkpoint import keeper
+
+            own = process.tiers.directory if process.tiers.every else ""  # else it is only for what is asked for
+            found = keeper.newest(self._form, self._host_memory(), filter(None, (own, process.resume)))
+            if found is None:
+                return None
+            state, where = found
+        print(f"leto: resumed from step {state.step} of {where}", file=sys.stderr, flush=True)
+        return state
+
+    def _host_memory(self) -> HostMemory | None:
+        """The tier in the state manager's memory, if the job has one."""
+        if self._member is None or self._process is None or not self._process.tiers.copies_every:
+            return None
+        if self._copies is None:
+            from leto_jax.checkpoint import hostmemory
+
+            arenas = self._member.take_memory(hostmemory.names(self._process.rank), hostmemory.nbytes(self._form))
+            self._copies = hostmemory.HostMemory(self._form, arenas)
+        return self._copies
+
+    def _keep(self) -> None:
+        """From here on, copies are taken when they are due."""
+        process, member = self._process, self._member
+        if process is not None and member is not None and (process.tiers.every or process.tiers.copies_every):
+            from leto_jax.checkpoint.keeper import Keeper
+
+            self._keeper = Keeper(self._form, process.tiers, self._host_memory(), functools.partial(member.event, "saved"))
 
     def _reposition(self) -> dict[int, PyTree]:
         """Puts the data stream where it stood: batches that were already drawn, by step (the replayed one, and one that must be redone)."""
@@ -309,7 +363,7 @@ class Session:
             if not drawn:
                 self._source.restore(entry.position)
             batch = self._source.next(step)
-            leaves = _stored(batch)
+            leaves = stored_batch(batch)
             if self._ring.digest(leaves) != entry.digest:
                 if entry.leaves is None:
                     raise errors.UsageError(
@@ -336,17 +390,20 @@ class Session:
         return self._source.position()
 
     def _serve_checkpoint(self) -> None:
-        """Saves the state if the agent asks for it. Between two steps: nothing is updated meanwhile."""
+        """Saves the state where a copy is due, or if the agent asks for it. Between two steps: nothing is updated meanwhile."""
         control, member = self._control, self._member
+        if self._keeper is not None:
+            with self.section("checkpoint", CHECKPOINT_SECS):
+                self._keeper.serve(self._commit, self._leaves, self._position)
         if control is None or member is None or control[Word.CHECKPOINT_ASKED] == control[Word.CHECKPOINT_TAKEN]:
             return
-        from leto_jax.checkpoint import frozen, persistent
+        from leto_jax.checkpoint import persistent
 
         asked, begin, problem = control[Word.CHECKPOINT_ASKED], time.monotonic(), ""
         directory, last = member.checkpoint_request()
         with self.section("checkpoint", CHECKPOINT_SECS):
             try:
-                persistent.save(self._job, frozen.freeze(self._retained, self._commit, self._position()), directory)
+                persistent.save(self._form, frozen.copy(self._commit, self._leaves, self._position()), directory)
             except errors.LetoError as exception:
                 problem = str(exception)
         control[Word.CHECKPOINT_TAKEN] = asked
@@ -383,8 +440,7 @@ class Session:
                     print(f"leto: the dataset ended before step {step} of {self.steps}", file=sys.stderr, flush=True)
                     return
             if position is not None:
-                leaves = self._checked(batch, step)
-                self._ring.put(step, position, leaves)
+                self._drawn(step, position, batch)
             self._current = step
             yield step, batch
             self._require_stepped()
@@ -414,7 +470,7 @@ class Session:
             )
         step, self._current = self._current, None
         if self.replayed:
-            return self.state, self._metrics_of(self._retained, self._commit)
+            return self.state, self._metrics()
         leaves = self._checked(batch, step)
         if jax.local_devices()[0] is not self._device:
             raise errors.UsageError(
@@ -423,15 +479,16 @@ class Session:
         begin = time.monotonic_ns()
         if self._control is not None:
             self._control[Word.ARMED_SINCE_NS] = begin
-        self._transaction.step(step, leaves, self._key_data)
+        old = self.state
+        self._advance(step, leaves)
         end = time.monotonic_ns()
         self._commit = step
         self.step_secs.append((end - begin) / 1e9)
-        old, self.state = self.state, State(self._retained, step)
+        self.state = self._view()
         old.die()
         if self._control is not None:
             self._observe_commit(begin, end)
-        metrics = self._metrics_of(self._retained, step)
+        metrics = self._metrics()
         self._rows.add(step, metrics)
         return self.state, metrics
 
@@ -464,8 +521,10 @@ class Session:
             raise SystemExit(errors.GAVE_UP) from exception
 
     def _finish(self) -> None:
-        self._transaction.wait_drained()
-        digest = state_digest(self._retained, self._commit, self._source.position())
+        if self._keeper is not None:
+            self._keeper.close()
+        self._settle()
+        digest = state_digest(self._form, self._leaves, self._commit, self._source.position())
         loss = self._loss()
         if self._control is not None:
             if self._takeover is not None and not self._control[Word.STEPS_DONE]:  # what was cut off was the last step
@@ -476,6 +535,34 @@ class Session:
         print(f"final step={self._commit} loss={loss!r} digest=sha256:{digest}", flush=True)
         if self._member is not None:
             self._member.event("done", commit=self._commit, loss=loss, digest=digest)
+
+    # What a session over memory of its own does in another way: `train.plain` -------------------------------------------------------
+
+    @functools.cached_property
+    def _form(self) -> Form:
+        return frozen.form_of(self._job)
+
+    def _advance(self, step: int, leaves: Sequence[np.ndarray]) -> None:
+        """From commit `step - 1` to commit `step`."""
+        self._transaction.step(step, leaves, self._key_data)
+
+    def _view(self) -> State:
+        return retained_state(self._retained, self._commit)
+
+    def _leaves(self, group: str) -> Iterable[np.ndarray]:
+        """The leaves of a group of the state as it is now, in storage form. Between two steps only."""
+        return self._retained.arrays(group, self._commit)
+
+    def _metrics(self) -> dict[str, jax.Array]:
+        return self._metrics_of(self._retained, self._commit)
+
+    def _drawn(self, step: int, position: bytes, batch: PyTree) -> None:
+        """A batch was drawn, from where `position` says."""
+        self._ring.put(step, position, self._checked(batch, step))
+
+    def _settle(self) -> None:
+        """Nothing is on its way any more."""
+        self._transaction.wait_drained()
 
     def _loss(self) -> float:
         header = self._retained.header()
@@ -501,15 +588,19 @@ class Session:
         control, takeover = self._control, self._takeover
         assert control is not None
         assert self._member is not None
-        control[Word.LAST_STEP_NS] = end - begin
-        control[Word.STEP_NS_TOTAL] = control[Word.STEP_NS_TOTAL] + end - begin
-        control[Word.STALE_NS_TOTAL] = self._transaction.stale_ns
-        control[Word.STEPS_DONE] = control[Word.STEPS_DONE] + 1
+        self._count_step(control, begin, end, self._transaction.stale_ns)
         if control[Word.STEPS_DONE] == 1:
             if takeover is not None:
                 self._taken_over(takeover, begin, end)
             else:
                 self._member.event("first_step", commit=self._commit, secs=(end - begin) / 1e9)
+
+    @staticmethod
+    def _count_step(control: Control, begin: int, end: int, stale_ns: int) -> None:
+        control[Word.LAST_STEP_NS] = end - begin
+        control[Word.STEP_NS_TOTAL] = control[Word.STEP_NS_TOTAL] + end - begin
+        control[Word.STALE_NS_TOTAL] = stale_ns
+        control[Word.STEPS_DONE] = control[Word.STEPS_DONE] + 1
 
     def _taken_over(self, takeover: _Takeover, begin: int, end: int) -> None:
         """Tells the agent that training goes on; begin, end: of the first step after the takeover, in CLOCK_MONOTONIC nanoseconds."""
@@ -530,9 +621,13 @@ class Session:
     def _checked(self, batch: PyTree, step: int) -> list[np.ndarray]:
         """A batch's leaves in storage form. Raises UsageError naming the first leaf that is not as planned."""
         canonical = data.canonical(batch)
-        expected = self._job.layout.spec.batch
-        found = programs.leaf_specs(canonical)
-        if jax.tree_util.tree_structure(canonical) != self._job.trees.batch or found != expected:
+        self._require_batch(canonical, self._job.layout.spec.batch, self._job.trees.batch, step)
+        return stored_batch(canonical)
+
+    @staticmethod
+    def _require_batch(batch: PyTree, expected: Sequence[LeafSpec], tree: Any, step: int) -> None:
+        found = programs.leaf_specs(batch)
+        if jax.tree_util.tree_structure(batch) != tree or found != tuple(expected):
             pair = next(((a, b) for a, b in zip(expected, found, strict=False) if a != b), None)
             detail = (
                 f"expected {pair[0].describe()}, found {pair[1].describe()}"
@@ -542,13 +637,12 @@ class Session:
             raise errors.UsageError(
                 f"batch of step {step}: {detail}; every batch must have the shapes of the first one (drop or pad the last, partial one)"
             )
-        return _stored(canonical)
 
     def _metrics_of(self, retained: Retained, commit: int) -> dict[str, jax.Array]:
         return user_tree(retained.metrics(commit), retained.layout.spec.metrics, self._job.trees.metrics, self._device)
 
 
-class _MetricsFile:
+class MetricsFile:
     """One JSON line per step, also across takeovers: a torn or missing last row is completed from the retained metrics."""
 
     def __init__(self, path: Path | None, commit: int):
@@ -603,14 +697,14 @@ def _print_plan(layout: Layout, gpu: int | None) -> None:
     Console(width=120).print(table)
 
 
-def _stored(batch: PyTree) -> list[np.ndarray]:
+def stored_batch(batch: PyTree) -> list[np.ndarray]:
     return [
         np.asarray(programs.to_storage(leaf)) if leaf.dtype.name.startswith(("int4", "uint4", "int2", "uint2")) else leaf
         for leaf in jax.tree_util.tree_leaves(batch)
     ]
 
 
-def _only_device() -> jax.Device:
+def only_device() -> jax.Device:
     """The device of this rank. Raises UsageError where this version cannot retain its memory."""
     if jax.distributed.is_initialized():
         raise errors.UsageError(
@@ -631,7 +725,7 @@ def _only_device() -> jax.Device:
     return device
 
 
-def _count_compiles() -> Callable[[], int]:
+def count_compiles() -> Callable[[], int]:
     """Starts counting backend compilations of this process; the result tells how many there were."""
     seen: list[float] = []
 

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
 import numpy as np
 
 from leto_jax import errors
+from leto_jax.checkpoint.frozen import form_of
 from leto_jax.layout import LeafSpec
 from leto_jax.rmu.programs import from_storage
 from leto_jax.rmu.retained import Retained
@@ -25,8 +26,9 @@ class State:
     function takes it as an argument.
     """
 
-    def __init__(self, retained: Retained, commit: int):
-        self._retained: Retained | None = retained
+    def __init__(self, make: Callable[[str], PyTree], commit: int):
+        """make: gives the tree of a field."""
+        self._make: Callable[[str], PyTree] | None = make
         self._commit = commit
         self._trees: dict[str, PyTree] = {}
 
@@ -37,7 +39,7 @@ class State:
 
     @property
     def alive(self) -> bool:
-        return self._retained is not None
+        return self._make is not None
 
     @property
     def params(self) -> PyTree:
@@ -62,23 +64,23 @@ class State:
             for leaf in jax.tree_util.tree_leaves(tree):
                 if not leaf.is_deleted():
                     leaf.delete()
-        self._trees, self._retained = {}, None
+        self._trees, self._make = {}, None
 
     def _tree(self, name: str) -> PyTree:
-        if self._retained is None:
+        if self._make is None:
             raise errors.DeadStateError(
                 f"the state of step {self._commit} was consumed by s.step; use the state that s.step returned: state, metrics = s.step(state, batch)"
             )
         if name not in self._trees:
-            retained, spec, trees = self._retained, self._retained.layout.spec, self._retained.job.trees
-            views, specs, treedef = {
-                "params": lambda: (retained.params(self._commit), spec.params, trees.params),
-                "opt_state": lambda: (retained.opt_state(self._commit), retained.job.opt_specs, trees.opt_state),
-                "companions": lambda: (retained.companions(self._commit), retained.job.companion_specs, trees.companions),
-                "extras": lambda: (retained.extras(self._commit), spec.extras, trees.extras),
-            }[name]()
-            self._trees[name] = user_tree(views, specs, treedef, retained.jax_device)
+            self._trees[name] = self._make(name)
         return self._trees[name]
+
+
+def retained_state(retained: Retained, commit: int) -> State:
+    """The state that retained memory holds at `commit`."""
+    form = form_of(retained.job)
+    views = {"params": retained.params, "opt_state": retained.opt_state, "companions": retained.companions, "extras": retained.extras}
+    return State(lambda name: user_tree(views[name](commit), form.specs[name], form.trees[name], retained.jax_device), commit)
 
 
 def user_tree(views: Sequence[jax.Array], specs: Sequence[LeafSpec], treedef: Any, device: jax.Device) -> PyTree:

@@ -278,7 +278,7 @@ def test_every_registered_point_fires():
     fired = set(survive_every_store("adamw", EVERY))
     for title in SCENES:
         fired |= survive_takeovers("adamw", title, False)
-    assert fired == set(Point)
+    assert fired == {point for point in Point if not point.startswith("copy_")}  # those are of tests/crash/test_hostmemory.py
 
 
 # At random ------------------------------------------------------------------------------------------------------------------------------

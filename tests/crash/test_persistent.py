@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import os
 import random
 import shutil
@@ -31,7 +32,7 @@ def state_at(v: harness.Variant, step: int) -> Frozen:
         process = promote(v, world)
         process.attach()
         process.train(step)
-        found = frozen.freeze(process.retained, step, b"position %d" % step)
+        found = frozen.copy(step, functools.partial(process.retained.arrays, commit=step), b"position %d" % step)
         process.close()
         return found
 
@@ -50,7 +51,7 @@ def two(tmp_path_factory) -> Path:
     """A directory with versions 1 and 2."""
     directory = tmp_path_factory.mktemp("two")
     for step in (1, 2):
-        persistent.save(variant("adamw").job, state_at(variant("adamw"), step), directory)
+        persistent.save(frozen.form_of(variant("adamw").job), state_at(variant("adamw"), step), directory)
     return directory
 
 
@@ -59,8 +60,8 @@ def two(tmp_path_factory) -> Path:
 def test_what_is_restored_trains_on_as_if_it_had_never_been_away(name, step, tmp_path):
     v = variant(name)
     saved = state_at(v, step)
-    persistent.save(v.job, saved, tmp_path / "saved")
-    found = persistent.restore(v.job, tmp_path / "saved")
+    persistent.save(frozen.form_of(v.job), saved, tmp_path / "saved")
+    found = persistent.restore(frozen.form_of(v.job), tmp_path / "saved")
     assert equal(found, saved)
     with World(v.layout) as world:
         process = promote(v, world)
@@ -78,10 +79,10 @@ def test_what_is_restored_trains_on_as_if_it_had_never_been_away(name, step, tmp
 def test_the_newest_version_is_taken_and_as_many_are_kept_as_asked_for(tmp_path):
     v = variant("adamw")
     for step in (1, 2, 3):
-        persistent.save(v.job, state_at(v, step), tmp_path / "saved", keep=2)
+        persistent.save(frozen.form_of(v.job), state_at(v, step), tmp_path / "saved", keep=2)
     assert persistent.versions(tmp_path / "saved") == [3, 2]
-    assert persistent.restore(v.job, tmp_path / "saved").step == 3
-    assert persistent.save(v.job, state_at(v, 3), tmp_path / "saved") == tmp_path / "saved" / "3"  # again is harmless
+    assert persistent.restore(frozen.form_of(v.job), tmp_path / "saved").step == 3
+    assert persistent.save(frozen.form_of(v.job), state_at(v, 3), tmp_path / "saved") == tmp_path / "saved" / "3"  # again is harmless
 
 
 def files_of(version: Path) -> list[Path]:
@@ -109,7 +110,7 @@ def test_a_damaged_version_is_passed_over_for_the_next_older_one(two, how, tmp_p
                 content[place] ^= 1 << rng.randrange(8)
             target.write_bytes(content)
         warnings: list[str] = []
-        found = persistent.restore(v.job, copy, warnings.append)
+        found = persistent.restore(frozen.form_of(v.job), copy, warnings.append)
         assert equal(found, good[found.step]), target  # it may not have mattered; it must never be wrong
         assert (
             found.step == 2
@@ -128,19 +129,19 @@ def test_nothing_that_is_good(two, tmp_path):
         for file in files_of(tmp_path / "bad" / version / "metadata"):
             file.write_bytes(b"{}")
     with pytest.raises(errors.CheckpointError, match=r"no version in .* can be restored \(found 2, 1\); name another directory"):
-        persistent.restore(v.job, tmp_path / "bad", lambda text: None)
+        persistent.restore(frozen.form_of(v.job), tmp_path / "bad", lambda text: None)
     (tmp_path / "empty").mkdir()
     with pytest.raises(errors.CheckpointError, match="there is none"):
-        persistent.restore(v.job, tmp_path / "empty")
+        persistent.restore(frozen.form_of(v.job), tmp_path / "empty")
     with pytest.raises(errors.CheckpointError, match=r"expected a directory of checkpoints at .*, found nothing"):
-        persistent.restore(v.job, tmp_path / "nowhere")
+        persistent.restore(frozen.form_of(v.job), tmp_path / "nowhere")
 
 
 def test_a_newer_format_is_refused(two, tmp_path, monkeypatch):
     monkeypatch.setattr(persistent, "FORMAT", 2)
     warnings: list[str] = []
     with pytest.raises(errors.CheckpointError):
-        persistent.restore(variant("adamw").job, two, warnings.append)
+        persistent.restore(frozen.form_of(variant("adamw").job), two, warnings.append)
     assert "expected format 2, found 1; use the version of leto_jax that wrote it" in warnings[0]
 
 
@@ -148,25 +149,25 @@ def test_another_model_is_refused_with_its_first_leaf(two):
     with pytest.raises(
         errors.LayoutError, match=r"holds opt_state.*, this script has .*; resume with the model and optimizer that it was saved with"
     ):
-        persistent.restore(variant("lamb").job, two)
+        persistent.restore(frozen.form_of(variant("lamb").job), two)
 
 
 @pytest.mark.skipif(os.geteuid() == 0, reason="root may write anywhere")
 def test_a_directory_that_cannot_be_written(tmp_path):
     (tmp_path / "locked").mkdir(mode=0o500)
     with pytest.raises(errors.CheckpointError, match="cannot be written to"):
-        persistent.save(variant("adamw").job, state_at(variant("adamw"), 1), tmp_path / "locked" / "saved")
+        persistent.save(frozen.form_of(variant("adamw").job), state_at(variant("adamw"), 1), tmp_path / "locked" / "saved")
 
 
 SAVER = """
 import sys, numpy as np
 sys.path[:0] = sys.argv[2:]
 from test_persistent import large
-from leto_jax.checkpoint import persistent
+from leto_jax.checkpoint import frozen, persistent
 job, make = large()
 print("ready", flush=True)
 for step in range(1, 1000):
-    persistent.save(job, make(step), sys.argv[1], keep=3)
+    persistent.save(frozen.form_of(job), make(step), sys.argv[1], keep=3)
     print(step, flush=True)
 """
 
@@ -177,7 +178,8 @@ def large():
 
     def make(step: int) -> Frozen:
         leaves = {
-            name: [np.full(spec.shape, step % 251, jnp.dtype(spec.dtype)) for spec in group] for name, group in frozen.specs(job).items()
+            name: [np.full(spec.shape, step % 251, jnp.dtype(spec.dtype)) for spec in group]
+            for name, group in frozen.form_of(job).specs.items()
         }
         return Frozen(step, leaves, b"%d" % step)
 
@@ -198,7 +200,7 @@ def test_kill_9_in_the_middle_of_a_save(tmp_path, seed):
         process.send_signal(signal.SIGKILL)
         rest = process.communicate()[0].split()
         last = int(rest[-1] if rest else done[-1])
-        found = persistent.restore(job, tmp_path / "saved", lambda text: pytest.fail(text))
+        found = persistent.restore(frozen.form_of(job), tmp_path / "saved", lambda text: pytest.fail(text))
         assert found.step in (last, last + 1)
         assert equal(found, make(found.step))
         shutil.rmtree(tmp_path / "saved")

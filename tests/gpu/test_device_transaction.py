@@ -114,7 +114,7 @@ class Life:
 
     def state(self) -> dict[str, np.ndarray]:
         found = {}
-        for name, specs in frozen.specs(self.job).items():
+        for name, specs in frozen.form_of(self.job).specs.items():
             found |= {f"{name}{spec.path}": x for x, spec in zip(self.retained.arrays(name, self.commit), specs, strict=True)}
         return found
 
@@ -130,7 +130,7 @@ class Life:
         for piece in retained.layout.pieces:
             version = self.transaction.version(piece, self.commit)
             staged = guard.staged(piece)
-            assert staged is None and not staged_too or staged is not None and staged.step == version
+            assert (staged is None and not staged_too) or (staged is not None and staged.step == version)
             assert guard.version(piece) == version
             data = retained.device.view(retained.layout.address(piece, self.commit), piece.nbytes)
             block = guard.block(piece, version)

@@ -7,11 +7,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from leto_jax.checkpoint.interval import best_interval, daly_interval_secs, iterations, young_interval_secs
 from leto_jax.errors import UsageError
 from leto_jax.sim.closed_form import renewal_ettr
 from leto_jax.sim.costs import Costs
 from leto_jax.sim.failures import FailureModel, Kind
-from leto_jax.sim.interval import best_interval, daly_interval_secs, iterations, young_interval_secs
 from leto_jax.sim.plan import Cause, Resume
 from leto_jax.sim.predict import with_iteration_time
 from leto_jax.sim.study import draw_runs, half_width, study

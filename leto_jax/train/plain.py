@@ -1,0 +1,217 @@
+"""A session over memory of its own: what training without retained state is, for `leto run --recovery` persistent, host-memory and the like.
+
+One donated jit of gradients, `tx.update` and `apply_updates`, as people write it. After a failure a new process, started then or waiting as a
+spare, takes the newest copy of the state and trains again what was trained since.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+
+from leto_jax import errors
+from leto_jax.arena import views
+from leto_jax.arena.control import Word
+from leto_jax.checkpoint.frozen import GROUPS, Form
+from leto_jax.faults import Phase
+from leto_jax.layout import LeafSpec
+from leto_jax.rmu import programs
+from leto_jax.rmu.programs import StepSpec
+from leto_jax.shadow.inject import Injector
+from leto_jax.train import data
+from leto_jax.train.session import MetricsFile, Session, count_compiles, only_device, stored_batch
+from leto_jax.train.state import State
+
+PyTree = Any
+Groups = tuple[PyTree, PyTree, PyTree, PyTree]  # params, opt_state, companions, extras
+
+
+def plain_step(spec: StepSpec) -> Callable[[Groups, PyTree, jax.Array, jax.Array], tuple[Groups, jax.Array, dict, jax.Array]]:
+    """(groups, batch, base key, step number) -> (groups, loss, metrics, whether all was finite)."""
+
+    def run(groups: Groups, batch: PyTree, key: jax.Array, number: jax.Array):
+        params, opt_state, companions, extras = groups
+        leaves, tree = jax.tree_util.tree_flatten(params)
+        moving = tuple(i for i, x in enumerate(leaves) if jnp.issubdtype(x.dtype, jnp.floating))
+
+        def seen(x):
+            return x.astype(spec.compute_dtype) if spec.compute_dtype is not None and jnp.issubdtype(x.dtype, jnp.floating) else x
+
+        compute = programs.compute_function(spec, tree, moving)
+        loss, found, new_extras, metrics = compute(jax.tree.map(seen, params), extras, batch, jax.random.fold_in(key, number))
+        grads = [jnp.zeros_like(x) for x in leaves]
+        for i, grad in zip(moving, found, strict=True):
+            grads[i] = grad
+        finite = jnp.isfinite(loss) & jnp.all(jnp.stack([jnp.all(jnp.isfinite(grad)) for grad in found]))
+        updates, new_opt = optax.with_extra_args_support(spec.tx).update(
+            jax.tree_util.tree_unflatten(tree, grads), opt_state, params, value=loss
+        )
+        new_params = optax.apply_updates(params, updates)
+        new_companions = {
+            name: jax.tree.map(lambda p, c, f=after: f(p, c, number), new_params, companions[name])
+            for name, (_, after) in sorted(spec.after_update.items())
+        }
+        new: Groups = (new_params, new_opt, new_companions, new_extras)
+        if spec.non_finite == "skip":
+            kept = jax.tree.map(lambda x, y: jnp.where(finite, x, y), new[:3], (params, opt_state, companions))
+            new = (*kept, new_extras)
+        return new, loss.astype(jnp.float32), metrics, finite
+
+    return run
+
+
+class PlainSession(Session):
+    """See `leto_jax.session`; the loop, the batches and the final line are the same."""
+
+    def _enter(self) -> None:
+        process, member = self._process, self._member
+        assert process is not None
+        assert member is not None
+        self._device = only_device()
+        self._gpu = views.gpu_number(self._device)
+        self._key = self._key if programs.is_key(self._key) else jax.random.wrap_key_data(self._key)
+        self._key_data = jax.random.key_data(self._key)
+        self._source = data.source(self._dataset)
+        self._example = data.source(self._dataset).next(1)  # for its shapes; drawn from an iterator of its own
+        self._batch_specs, self._batch_tree = programs.leaf_specs(self._example), jax.tree_util.tree_structure(self._example)
+        self._compiles = count_compiles()
+        make = jax.jit(self._first_state)
+        specs: dict[str, Sequence[LeafSpec]] = {}
+
+        def described(key: jax.Array) -> Groups:
+            groups = self._first_state(key)
+            specs.update({name: programs.leaf_specs(tree) for name, tree in zip(GROUPS, groups, strict=True)})
+            return groups
+
+        shapes = jax.eval_shape(described, self._key)
+        self._plain_form = Form(specs, {name: jax.tree_util.tree_structure(tree) for name, tree in zip(GROUPS, shapes, strict=True)})
+        step = jax.jit(plain_step(self._step.spec), donate_argnums=0)
+        self._run = step.lower(shapes, self._example, self._key, jnp.int32(0)).compile()
+        self._control = control = member.control()
+        self._injector = Injector(control, 1, self._gpu)
+        stages: dict[str, float] = {}
+        if process.role == "shadow":
+            self._rehearse_plainly()
+            member.event("ready", level=3, note="", bytes=0)
+            member.wait_for_promotion()
+        began, compiled = time.monotonic_ns(), self._compiles()
+        failed = control[Word.COMMIT]
+        control.claim(os.getpid(), process.incarnation, self.steps)
+        self._at(Phase.INIT, 0, -1)
+        found = self._newest()
+        if found is None:
+            self._groups = jax.block_until_ready(make(self._key))
+            self._commit = 0
+        else:
+            self._groups = tuple(self._restored(name, found.leaves[name]) for name in GROUPS)
+            self._commit = found.step
+            self._source.restore(found.position)
+        self._first = self._commit
+        stages["restore"] = (time.monotonic_ns() - began) / 1e9
+        self.state = self._view()
+        self._pending, self._takeover, self._last_loss = {}, None, float("nan")
+        self._last_metrics: dict[str, jax.Array] = {}
+        # A process that is not the job's first is on its way back until it has done the step that was running.
+        self._goal = failed + 1 if process.incarnation > 1 else 0
+        self._attached_ns, self._compiled_before, self._stages = time.monotonic_ns(), compiled, stages
+        self._rows = MetricsFile(process.job_dir / "metrics.jsonl", self._commit)
+        control[Word.COMMIT] = self._commit
+        member.event("attached", commit=self._commit, action="restore" if found else "fill", reason="", stages=stages)
+        self._keep()
+        control.enter(Phase.BODY)
+
+    def _first_state(self, key: jax.Array) -> Groups:
+        params, extras = self._init(key)
+        spec = self._step.spec
+        companions = {name: jax.tree.map(make, params) for name, (make, _) in sorted(spec.after_update.items())}
+        return params, spec.tx.init(params), companions, extras
+
+    def _rehearse_plainly(self) -> None:
+        """A spare's: everything has run once. Cost: memory of one state, freed at the end."""
+        groups = jax.jit(self._first_state)(self._key)
+        groups, *_ = self._run(groups, self._example, self._key, jnp.int32(1))
+        state = State(dict(zip(GROUPS, groups, strict=True)).__getitem__, 1)
+        for function in self._warm:
+            jax.block_until_ready(function(state, self._example))
+        jax.block_until_ready(groups)
+
+    def _restored(self, name: str, leaves: Sequence[np.ndarray]) -> PyTree:
+        typed = [
+            programs.from_storage(jax.device_put(leaf, self._device), spec)
+            for leaf, spec in zip(leaves, self._plain_form.specs[name], strict=True)
+        ]
+        return jax.block_until_ready(jax.tree_util.tree_unflatten(self._plain_form.trees[name], typed))
+
+    @property
+    def _form(self) -> Form:
+        return self._plain_form
+
+    def _checked(self, batch: PyTree, step: int) -> list[np.ndarray]:
+        canonical = data.canonical(batch)
+        self._require_batch(canonical, self._batch_specs, self._batch_tree, step)
+        return stored_batch(canonical)
+
+    def _position(self) -> bytes:
+        return self._source.position()
+
+    def _drawn(self, step: int, position: bytes, batch: PyTree) -> None:
+        pass
+
+    def _advance(self, step: int, leaves: Sequence[np.ndarray]) -> None:
+        self._at(Phase.COMPUTE, step, -1)
+        batch = jax.tree_util.tree_unflatten(self._batch_tree, list(leaves))
+        self._groups, loss, metrics, finite = self._run(self._groups, batch, self._key, jnp.int32(step))
+        jax.block_until_ready(self._groups)
+        self._last_loss, self._last_metrics = float(loss), metrics
+        if self._step.spec.non_finite == "stop" and not finite:
+            raise errors.NonFiniteLossError(
+                f"step {step}: loss {self._last_loss!r}; pass non_finite='skip' or 'continue' to TrainStep to go on over such steps"
+            )
+        self._at(Phase.DRAIN, step, -1)
+        self._at(Phase.BODY, step, -1)
+
+    def _view(self) -> State:
+        return State(dict(zip(GROUPS, self._groups, strict=True)).__getitem__, self._commit)
+
+    def _leaves(self, group: str) -> Iterable[np.ndarray]:
+        tree = self._groups[GROUPS.index(group)]
+        return (np.asarray(programs.to_storage(leaf)) for leaf in jax.tree_util.tree_leaves(tree))
+
+    def _metrics(self) -> dict[str, jax.Array]:
+        return dict(self._last_metrics)
+
+    def _settle(self) -> None:
+        pass
+
+    def _loss(self) -> float:
+        return self._last_loss
+
+    def _observe_commit(self, begin: int, end: int) -> None:
+        control, member = self._control, self._member
+        assert control is not None
+        assert member is not None
+        self._count_step(control, begin, end, 0)
+        if control[Word.STEPS_DONE] == 1:
+            self._stages["body"], self._first_began = (begin - self._attached_ns) / 1e9, begin
+            member.event("first_step", commit=self._commit, secs=(end - begin) / 1e9, recovering=self._goal > 0)
+        if 0 < self._goal <= self._commit:
+            self._stages |= {"recompute": (begin - self._first_began) / 1e9, "first_step": (end - begin) / 1e9}
+            self._goal = 0
+            member.event(
+                "takeover",
+                commit=self._commit,
+                finished_ns=end,
+                stages=self._stages,
+                compiles=self._compiles() - self._compiled_before,
+                action="restore",
+                reason=f"from step {self._first}",
+                repaired_pages=0,
+                restored=self._first,
+            )
