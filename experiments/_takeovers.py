@@ -18,6 +18,8 @@ from leto_jax.config import state_root
 from leto_jax.errors import LetoError
 from leto_jax.goodput import journal, report
 
+SHAPE_10M = {"width": 320, "depth": 8, "heads": 5, "context": 128, "batch": 8}
+"""Of a model of 10 M parameters whose step takes half a second on two cores."""
 PHASES = ("compute", "decide", "update", "commit", "drain")
 STAGES = (
     ("detect", "#8c8c8c"),

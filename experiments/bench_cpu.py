@@ -37,7 +37,7 @@ from leto_jax.rmu.retained import Retained
 from leto_jax.rmu.transaction import Transaction
 from leto_jax.shadow import executables
 
-SHAPE = {"width": 320, "depth": 8, "heads": 5, "context": 128, "batch": 8}
+SHAPE = _takeovers.SHAPE_10M
 
 
 def step_times(rounds: int, seed: int) -> dict[str, Any]:

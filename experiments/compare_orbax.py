@@ -179,9 +179,7 @@ def main(
     steps: Annotated[int, typer.Option(min=10)] = 120,
     every_secs: Annotated[float, typer.Option(help="Mean time between failures.")] = 20.0,
     device: Annotated[str, typer.Option(help="cpu or gpu.")] = "cpu",
-    width: int = 320,
-    depth: int = 8,
-    heads: int = 5,
+    small: Annotated[bool, typer.Option("--small", help="Try the script with a tiny model: its figures mean nothing.")] = False,
     only: Annotated[str, typer.Option(help="Rows whose name has this in it.")] = "",
     device_name: Annotated[str | None, typer.Option("--device-name")] = None,
     seed: int = 0,
@@ -189,7 +187,8 @@ def main(
     json_path: JsonOption = None,
 ) -> None:
     noted, kills = commit or git_commit(), failure_times(every_secs, seed)
-    options = {"steps": steps, "width": width, "depth": depth, "heads": heads, "device": device, "seed": seed, "log_every": 1000}
+    shape = {"width": 64, "depth": 2, "heads": 2, "context": 64, "batch": 4} if small else _takeovers.SHAPE_10M
+    options = {"steps": steps, **shape, "device": device, "seed": seed, "log_every": 1000}
     script = [str(Path(__file__).with_name("train_lm.py")), *_takeovers.command_line(options)]
     memory = Path("/dev/shm")
     base = memory if memory.is_dir() and shutil.disk_usage(memory).free > 8 << 30 else None

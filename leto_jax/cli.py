@@ -89,6 +89,9 @@ def run(
             "--recovery", help=f"How to go on after a failure: {', '.join(RECOVERY)}. All but the first train with plain programs."
         ),
     ] = RECOVERY[0],
+    spares: Annotated[
+        int, typer.Option("--spares", help="Devices kept aside, for when one cannot go on: the state comes from the newest copy then.")
+    ] = 0,
     plan: Annotated[bool, typer.Option("--plan", help="Print the memory plan and stop before anything is allocated.")] = False,
     debug: Annotated[bool, typer.Option("--debug", help="No shadow, no watchdog; the terminal belongs to the script.")] = False,
     orphan_timeout_secs: Annotated[
@@ -116,6 +119,10 @@ def run(
         _later("--nnodes, --rdzv-endpoint", "one machine; several nodes come in a later issue")
     if shadow_level not in ("auto", "3", "0"):
         _later(f"--shadow-level {shadow_level}", "levels are auto, 3 and 0 on the CPU; the others come with the many-ranks issue")
+    if spares < 0:
+        raise errors.UsageError(f"--spares: expected 0 or more, found {spares}")
+    if spares and not (checkpoint_every or copy_every):
+        raise errors.UsageError("--spares: expected --checkpoint-every or --copy-every with it, since a spare begins from a copy")
     if max_restarts_without_progress < 1 or (max_restarts is not None and max_restarts < 0):
         raise errors.UsageError("--max-restarts: expected 0 or more, --max-restarts-without-progress: expected 1 or more")
     for name, value in [
@@ -153,6 +160,7 @@ def run(
         checkpoint_dir=tiers.directory,
         recovery=recovery,
         tiers=tiers,
+        spares=spares,
     )
     print(f"leto: job {name}, journal {settings.job_dir / 'journal.jsonl'}", file=sys.stderr, flush=True)
     sys.exit(Agent(settings, environ).run())
@@ -263,7 +271,8 @@ def inject(
     kind: Annotated[
         str,
         typer.Option(
-            "--kind", help="sigkill, sigstop, exception, spin, oom, exit, page_loss, page_corruption; on a GPU also illegal_address, trap."
+            "--kind",
+            help="sigkill, sigstop, exception, spin, oom, exit, page_loss, page_corruption, inoperable; on a GPU also illegal_address, trap.",
         ),
     ] = "sigkill",
     phase: Annotated[str, typer.Option("--phase", help="compute, decide, update, commit, drain, takeover or body.")] = "compute",

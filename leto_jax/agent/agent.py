@@ -85,6 +85,7 @@ class Settings:
     checkpoint_dir: str = ""  # where the state goes on SIGTERM
     recovery: str = RECOVERY[0]
     tiers: Tiers = dataclasses.field(default_factory=Tiers)
+    spares: int = 0
     only_checkpoint: str = ""  # attach, write the retained state here, and leave it kept
 
 
@@ -134,6 +135,9 @@ class Agent:
         self._door: Door | None = None
         self._look_at = 0.0
         self._begun = False  # a step of the job was trained
+        self._spares = settings.spares
+        self._copied: int | None = None  # step of the newest copy that was taken
+        self._inoperable = ""  # why, if the device was declared so
 
     # Life of the job --------------------------------------------------------------------------------------------------------------
 
@@ -447,6 +451,8 @@ class Agent:
                 detect_secs = (detected_ns - injected.ns) / 1e9
             if injected.kind in DAMAGE:
                 self._damage = injected.kind
+            elif injected.kind is FailureKind.INOPERABLE:
+                self._inoperable = "declared inoperable by leto inject"
         name = injected.kind.value if injected is not None else kind.value
         try:
             phase = control.phase
@@ -454,7 +460,7 @@ class Agent:
             phase = Phase.INIT
         if kind is Kind.DAMAGED:
             control[Word.COMMIT] = max(self._last_seen_commit, 0)
-        failure = Failure(kind, detail, phase, control[Word.COMMIT], detect_secs)
+        failure = Failure(kind, detail, phase, control[Word.COMMIT], detect_secs, child.lost)
         armed = control[Word.ARMED_SINCE_NS]
         committed = phase in (Phase.DRAIN, Phase.BODY)  # no work of this step is lost
         lost_secs = (failed_ns - armed) / 1e9 if armed and not committed else 0.0
@@ -503,29 +509,62 @@ class Agent:
         """Decides on the pending failure and carries the decision out."""
         assert self._pending is not None
         failure = self._pending.failure
-        operable = operability.check(self.settings.job_dir)
+        operable = (False, self._inoperable) if self._inoperable else operability.check(self.settings.job_dir)
         self.journal.write("operability", operable=operable[0], reason=operable[1])
         shadow = "none" if self._shadow is None else "ready" if self._shadow.ready else "loading"
         first = self._pending.path == ""
-        decision = policy.decide(failure, self._history if first else self._history[:-1], self.settings.limits, operable, shadow)
+        earlier = self._history if first else self._history[:-1]
+        decision = policy.decide(failure, earlier, self.settings.limits, operable, shadow, self._spare())
         if first:
             self._history.append(failure)
-        self._pending.path = {Action.PROMOTE: "shadow", Action.WAIT: "late_shadow", Action.COLD: "cold", Action.STOP: "stop"}[
-            decision.action
-        ]
+        action = decision.action
+        if action is Action.SPARE:
+            self._say(f"{decision.reason}")
+            self._move()
+            action = {"ready": Action.PROMOTE, "loading": Action.WAIT, "none": Action.COLD}[shadow]
+        on_spare = decision.action is Action.SPARE or (self._pending.path == "spare" and action is not Action.STOP)
+        path = {Action.PROMOTE: "shadow", Action.WAIT: "late_shadow", Action.COLD: "cold", Action.STOP: "stop"}[action]
+        self._pending.path = "spare" if on_spare else path
         epoch = self._metadata.epoch
-        if decision.action is Action.PROMOTE:
+        if action is Action.PROMOTE:
             epoch = self._promote()
-        elif decision.action is Action.WAIT:
+        elif action is Action.WAIT:
             assert self._shadow is not None
             set_priority(self._shadow.pid, 0)
             self._say("no shadow is ready yet: waiting for the one that is loading")
-        elif decision.action is Action.COLD:
+        elif action is Action.COLD:
             self._say("no shadow: a new trainer attaches to the retained state" if self._in_place else "a new trainer starts")
             self._start_trainer("cold")
         else:
             self._give_up(decision.reason)
         self.journal.write("decision", action=decision.action.value, reason=decision.reason, path=self._pending.path, epoch=epoch)
+
+    def _spare(self) -> tuple[bool, str]:
+        """Whether a spare can take over, and how, or why not."""
+        if not self._spares:
+            return (
+                False,
+                "none is left" if self.settings.spares else "there is none; start with --spares 1 and --checkpoint-every or --copy-every",
+            )
+        if self._copied is None:
+            return False, "no copy of the state has been taken yet (--checkpoint-every, --copy-every)"
+        return True, f"a spare goes on from the newest copy, of step {self._copied} or later"
+
+    def _move(self) -> None:
+        """To a spare: the memory of this device is given up; whoever comes next fills other memory from the newest copy.
+
+        Crash: of the agent in between, the retained state is gone or empty, and what attaches goes on from the newest copy too.
+        """
+        self._spares -= 1
+        self._inoperable = ""
+        if not self._in_place:
+            return
+        self._metadata.write(Point.LIFE_FILLING, Record(RecordKind.LIFE, self._metadata.epoch, 0, body=(Life.EMPTY,)))
+        self._metadata.clear_lost()
+        device, host, _ = arena_names(0)
+        for name in list(self._subscription.descriptors):
+            if name in (device, host) or name.startswith(f"{device}."):
+                self._client.discard(name)
 
     def _give_up(self, reason: str) -> None:
         """Ends the job; what was retained is kept."""
@@ -534,8 +573,8 @@ class Agent:
 
     @property
     def _retained(self) -> bool:
-        """Whether there is a state worth keeping: one that was completely filled, or one that other processes have copies of."""
-        if not self._in_place:
+        """Whether there is a state worth keeping: one that was completely filled, or copies of one."""
+        if not self._in_place or self._copied is not None:
             return self._begun
         life = self._metadata.latest(RecordKind.LIFE)
         return life is not None and life.body[0] == Life.LIVE
@@ -770,7 +809,7 @@ class Agent:
                 epoch = self._promote()
                 self.journal.write("decision", action="promote", reason="the shadow that was loading is ready", path=path, epoch=epoch)
         elif name == "refused":
-            child.refused = str(message["reason"])
+            child.refused, child.lost = str(message["reason"]), bool(message.get("lost", False))
             self.journal.write("refused", **who, reason=child.refused)
             if child is self._shadow:
                 self._shadow_refused = child.refused
@@ -795,6 +834,8 @@ class Agent:
         elif name == "saved":
             fields = {key: message[key] for key in ("tier", "commit", "stall_secs", "secs", "error")}
             self.journal.write("saved", **who, **fields)
+            if not message["error"]:
+                self._copied = max(self._copied or 0, int(message["commit"]))
         elif name == "stopped":
             self.journal.write("stopped", **who, reason=str(message["reason"]))
         elif name == "done":
@@ -903,7 +944,7 @@ class Agent:
 def _lost_steps(pending: _Pending, message: Mapping[str, Any]) -> int:
     """Steps whose compute ran again."""
     cut_off = pending.lost_step_secs > 0
-    if "restored" in message:
+    if message["restored"] is not None:
         return pending.failure.step - int(message["restored"]) + cut_off
     return int(message["action"] in ("redo", "revoke") and cut_off and message["commit"] == pending.failure.step + 1)
 

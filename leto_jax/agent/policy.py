@@ -30,13 +30,15 @@ class Kind(enum.StrEnum):
 
 @dataclasses.dataclass(frozen=True)
 class Failure:
-    """One failure of a trainer. step: commit when it happened. detect_secs: None where the failure announced itself."""
+    """One failure of a trainer. step: commit when it happened. detect_secs: None where the failure announced itself. lost: what is
+    retained cannot be repaired."""
 
     kind: Kind
     detail: str
     phase: Phase
     step: int
     detect_secs: float | None = None
+    lost: bool = False
 
     def describe(self) -> str:
         return f"{self.detail} in {self.phase.value} after commit {self.step}"
@@ -45,6 +47,7 @@ class Failure:
 class Action(enum.StrEnum):
     PROMOTE = enum.auto()  # a shadow is ready
     WAIT = enum.auto()  # a shadow is loading: it will be ready sooner than a new process
+    SPARE = enum.auto()  # other memory, filled from the newest copy
     COLD = enum.auto()  # start a new trainer, which attaches to the retained state
     STOP = enum.auto()  # give up, state kept
 
@@ -87,10 +90,16 @@ def classify(returncode: int) -> tuple[Kind, str]:
     return Kind.EXIT, f"exit code {returncode}"
 
 
-def decide(failure: Failure, history: Sequence[Failure], limits: Limits, operable: tuple[bool, str], shadow: str) -> Decision:
-    """What to do about `failure`. history: earlier ones, oldest first. shadow: 'ready', 'loading' or 'none'."""
-    if not operable[0]:
-        return Decision(Action.STOP, f"the device cannot go on: {operable[1]}")
+def decide(
+    failure: Failure, history: Sequence[Failure], limits: Limits, operable: tuple[bool, str], shadow: str, spare: tuple[bool, str]
+) -> Decision:
+    """What to do about `failure`. history: earlier ones, oldest first. shadow: 'ready', 'loading' or 'none'. spare: whether there is one with a
+    copy for it, or why not."""
+    if not operable[0] or failure.lost:
+        reason = failure.detail if operable[0] else f"the device cannot go on: {operable[1]}"
+        if spare[0]:
+            return Decision(Action.SPARE, f"{reason}; {spare[1]}")
+        return Decision(Action.STOP, f"{reason}; no spare takes over: {spare[1]}")
     if failure.kind is Kind.REFUSED:
         return Decision(Action.STOP, failure.detail)
     if failure.kind is Kind.EXIT and failure.detail == f"exit code {GAVE_UP}":

@@ -31,6 +31,7 @@ class Child:
         self.greeted = False
         self.level = 0
         self.refused = ""
+        self.lost = False  # it found what is retained beyond repair
 
     @property
     def incarnation(self) -> int:

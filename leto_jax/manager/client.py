@@ -112,7 +112,7 @@ class Kept(NamedTuple):
 
 class Event(NamedTuple):
     """What a subscription was told: `descriptor` (new, or replaced), `lease` (pid holds the arena), `orphan` (pid died), `gone` (its memory
-    has another name now)."""
+    has another name now, or was given up)."""
 
     kind: str
     name: str
@@ -385,6 +385,13 @@ class ManagerClient:
         *Crash*: the old memory has the name, or the new one; nobody is left with neither.
         """
         self._request({"op": "replace", "name": name, "by": by})
+
+    def discard(self, name: str) -> None:
+        """Gives the memory of one arena up, for good. For the agent; nobody may write to it any more.
+
+        Raises JobError while its writer lives.
+        """
+        self._request({"op": "discard", "name": name})
 
     def put_blob(self, name: str, data: bytes | bytearray | memoryview) -> str:
         """Keeps a copy of `data` under `name`, replacing what was there at once; returns its SHA-256.

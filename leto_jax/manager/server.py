@@ -97,6 +97,7 @@ class Server:
             "open": self._op_open,
             "lease": self._op_lease,
             "replace": self._op_replace,
+            "discard": self._op_discard,
             "put_blob": self._op_put_blob,
             "get_blob": self._op_get_blob,
             "list": self._op_list,
@@ -417,20 +418,36 @@ class Server:
         return self._lease(connection, self._store.get_arena(_text(request, "name")).name)
 
     def _lease(self, connection: Connection, name: str) -> Steps:
-        holder = self._store.get_arena(name).holder
-        if holder is not None and holder != connection.identity:
-            process = self._holders[holder]
-            if not exited(process.pidfd):  # its death may not have been read from the selector yet
-                raise JobError(
-                    f"arena {name!r} is leased by {process.label}, which lives: "
-                    "an arena has one writer, and a lease ends with the writer's death"
-                )
-            self._holder_died(holder)
+        if self._store.get_arena(name).holder != connection.identity:
+            self._expect_no_writer(name)
         if exited(connection.pidfd):
             raise ProtocolError(f"{connection.label} is dead")
         before = self._hold(name, connection.identity, connection.pidfd, connection.label)
         yield from self._tell({"event": "lease", "name": name, "holder": connection.identity._asdict()})
         return {"ok": True, "name": name, "orphaned_by": before.orphaned_by}, ()
+
+    def _expect_no_writer(self, name: str) -> None:
+        holder = self._store.get_arena(name).holder
+        if holder is None:
+            return
+        process = self._holders[holder]
+        if not exited(process.pidfd):  # its death may not have been read from the selector yet
+            raise JobError(
+                f"arena {name!r} is leased by {process.label}, which lives: an arena has one writer, and a lease ends with the writer's death"
+            )
+        self._holder_died(holder)
+
+    def _op_discard(self, connection: Connection, request: protocol.Message, fds: Sequence[int]) -> Steps:
+        self._expect_agent(connection, request)
+        name = self._store.get_arena(_text(request, "name")).name
+        self._expect_no_writer(name)
+        return self._discard(name)
+
+    def _discard(self, name: str) -> Steps:
+        self._store.discard(name)
+        self._log(f"discarded {name}")
+        yield from self._tell({"event": "gone", "name": name})
+        return {"ok": True}, ()
 
     def _op_replace(self, connection: Connection, request: protocol.Message, fds: Sequence[int]) -> Steps:
         self._expect_member(connection, request)

@@ -85,7 +85,7 @@ class Entry:
 
 
 class Store:
-    """Owns the entries and their descriptors; nothing leaves it but by `close` (a blob by its replacement).
+    """Owns the entries and their descriptors; nothing leaves it but by `close` and `discard` (a blob by its replacement).
 
     *Crash*: every descriptor closes with the process. The memory lives on where an agent or a trainer holds a duplicate or a mapping.
     """
@@ -150,6 +150,11 @@ class Store:
         self._entries[name] = dataclasses.replace(new, name=name, holder=old.holder, orphaned_by=old.orphaned_by)
         os.close(old.fd)
         return self._entries[name]
+
+    def discard(self, name: str) -> None:
+        """Gives one arena up. The caller has checked that nobody writes to it."""
+        os.close(self.get_arena(name).fd)
+        del self._entries[name]
 
     def lease(self, name: str, holder: ProcessId) -> Entry:
         """Makes `holder` the one writer of an arena; returns the entry as it was. The caller has checked that no other holder lives."""

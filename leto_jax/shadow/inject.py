@@ -1,7 +1,7 @@
 """Failures on request: what `leto inject` asks of a trainer, carried out by the trainer itself at a named place.
 
 The request lies in the control words; looking at it costs one read per phase. Only page loss and corruption are done by the agent, after
-the fence and before the attach.
+the fence and before the attach, and what makes a device inoperable is its word alone.
 """
 
 from __future__ import annotations
@@ -28,6 +28,7 @@ class FailureKind(enum.StrEnum):
     PAGE_LOSS = enum.auto()
     PAGE_CORRUPTION = enum.auto()
     EXIT = enum.auto()
+    INOPERABLE = enum.auto()
 
 
 KINDS = tuple(FailureKind)
@@ -70,7 +71,7 @@ class Injector:
 
 def fail(kind: FailureKind, step: int, gpu: int | None = None) -> None:
     """Fails, here and now. On a GPU an endless loop is an endless kernel."""
-    if kind in (FailureKind.SIGKILL, FailureKind.PAGE_LOSS, FailureKind.PAGE_CORRUPTION):
+    if kind in (FailureKind.SIGKILL, FailureKind.PAGE_LOSS, FailureKind.PAGE_CORRUPTION, FailureKind.INOPERABLE):
         os.kill(os.getpid(), signal.SIGKILL)
     elif kind is FailureKind.SIGSTOP:
         os.kill(os.getpid(), signal.SIGSTOP)

@@ -6,7 +6,6 @@ spare, takes the newest copy of the state and trains again what was trained sinc
 
 from __future__ import annotations
 
-import os
 import time
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
@@ -26,7 +25,7 @@ from leto_jax.rmu import programs
 from leto_jax.rmu.programs import StepSpec
 from leto_jax.shadow.inject import Injector
 from leto_jax.train import data
-from leto_jax.train.session import MetricsFile, Session, count_compiles, only_device, stored_batch
+from leto_jax.train.session import RESTORED, MetricsFile, Session, count_compiles, only_device, stored_batch
 from leto_jax.train.state import State
 
 PyTree = Any
@@ -94,16 +93,14 @@ class PlainSession(Session):
         self._plain_form = Form(specs, {name: jax.tree_util.tree_structure(tree) for name, tree in zip(GROUPS, shapes, strict=True)})
         step = jax.jit(plain_step(self._step.spec), donate_argnums=0)
         self._run = step.lower(shapes, self._example, self._key, jnp.int32(0)).compile()
-        self._control = control = member.control()
+        control = self._control = member.control()
         self._injector = Injector(control, 1, self._gpu)
-        stages: dict[str, float] = {}
         if process.role == "shadow":
             self._rehearse_plainly()
             member.event("ready", level=3, note="", bytes=0)
             member.wait_for_promotion()
-        began, compiled = time.monotonic_ns(), self._compiles()
-        failed = control[Word.COMMIT]
-        control.claim(os.getpid(), process.incarnation, self.steps)
+        began, compiles = time.monotonic_ns(), self._compiles()
+        self._claim()
         self._at(Phase.INIT, 0, -1)
         found = self._newest()
         if found is None:
@@ -113,17 +110,14 @@ class PlainSession(Session):
             self._groups = tuple(self._restored(name, found.leaves[name]) for name in GROUPS)
             self._commit = found.step
             self._source.restore(found.position)
-        self._first = self._commit
-        stages["restore"] = (time.monotonic_ns() - began) / 1e9
-        self.state = self._view()
-        self._pending, self._takeover, self._last_loss = {}, None, float("nan")
+        stages = {"restore": (time.monotonic_ns() - began) / 1e9}
+        self._first, self._pending, self._last_loss = self._commit, {}, float("nan")
         self._last_metrics: dict[str, jax.Array] = {}
-        # A process that is not the job's first is on its way back until it has done the step that was running.
-        self._goal = failed + 1 if process.incarnation > 1 else 0
-        self._attached_ns, self._compiled_before, self._stages = time.monotonic_ns(), compiled, stages
+        self.state = self._view()
+        self._takeover = self._way_back(stages, compiles) if process.incarnation > 1 else None
         self._rows = MetricsFile(process.job_dir / "metrics.jsonl", self._commit)
         control[Word.COMMIT] = self._commit
-        member.event("attached", commit=self._commit, action="restore" if found else "fill", reason="", stages=stages)
+        member.event("attached", commit=self._commit, action=RESTORED if found else "fill", reason="", stages=stages)
         self._keep()
         control.enter(Phase.BODY)
 
@@ -187,31 +181,12 @@ class PlainSession(Session):
     def _metrics(self) -> dict[str, jax.Array]:
         return dict(self._last_metrics)
 
+    @property
+    def _stale_ns(self) -> int:
+        return 0
+
     def _settle(self) -> None:
         pass
 
     def _loss(self) -> float:
         return self._last_loss
-
-    def _observe_commit(self, begin: int, end: int) -> None:
-        control, member = self._control, self._member
-        assert control is not None
-        assert member is not None
-        self._count_step(control, begin, end, 0)
-        if control[Word.STEPS_DONE] == 1:
-            self._stages["body"], self._first_began = (begin - self._attached_ns) / 1e9, begin
-            member.event("first_step", commit=self._commit, secs=(end - begin) / 1e9, recovering=self._goal > 0)
-        if 0 < self._goal <= self._commit:
-            self._stages |= {"recompute": (begin - self._first_began) / 1e9, "first_step": (end - begin) / 1e9}
-            self._goal = 0
-            member.event(
-                "takeover",
-                commit=self._commit,
-                finished_ns=end,
-                stages=self._stages,
-                compiles=self._compiles() - self._compiled_before,
-                action="restore",
-                reason=f"from step {self._first}",
-                repaired_pages=0,
-                restored=self._first,
-            )

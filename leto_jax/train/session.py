@@ -47,6 +47,7 @@ PyTree = Any
 PROGRAMS_DEADLINE_SECS = 600.0
 CHECKPOINT_SECS = 3600.0
 LAST_SECS = 30.0
+RESTORED = "restore"  # action of an attach that began from a copy of the state
 
 
 def session(
@@ -82,14 +83,21 @@ def session(
 
 @dataclasses.dataclass
 class _Takeover:
-    """What an attach took, for the journal. Times in CLOCK_MONOTONIC nanoseconds."""
+    """What an attach took, for the journal. Times in CLOCK_MONOTONIC nanoseconds.
+
+    restored: the step of the copy that it began from, None if the retained state was there. goal: the step that was running when the failure
+    came, where steps are to be done again first.
+    """
 
     attached_ns: int
     stages: dict[str, float]
     compiles: int
     action: str
     reason: str
-    repaired_pages: int
+    repaired_pages: int = 0
+    restored: int | None = None
+    goal: int = 0
+    first_began_ns: int = 0
 
 
 class Session:
@@ -136,7 +144,8 @@ class Session:
         except (errors.ProtocolError, errors.DeadlineError):
             raise  # of the processes around us, not of the script: the next one may have better luck
         except errors.LetoError as exception:
-            member.event("refused", reason=str(exception))
+            lost = isinstance(exception, errors.UnrecoverableError | errors.TooManyErasuresError)
+            member.event("refused", reason=str(exception), lost=lost)
             raise
         return self
 
@@ -175,7 +184,7 @@ class Session:
             self._wait_as_shadow(lowered, identity)
         else:
             run = self._compile_or_load(lowered, identity)
-            self._control.claim(os.getpid(), self._process.incarnation, self.steps)
+            self._claim()
             arenas = self._member.take_arenas(self._job.layout, self._gpu)
             self._begin(run, arenas, arenas.metadata.epoch)
 
@@ -225,7 +234,7 @@ class Session:
         promotion = member.wait_for_promotion()
         before = self._compiles()
         started = time.monotonic_ns()
-        control.claim(os.getpid(), self._process.incarnation, self.steps)
+        self._claim()
         arenas = member.take_arenas(self._job.layout, self._gpu)
         self._begin(run, arenas, promotion.epoch, promotion, before, started)
 
@@ -265,10 +274,15 @@ class Session:
         self._transaction = make_transaction(self._retained, run, epoch, self._at)
         self._ring = Ring(arenas.host, self._job.layout)
         recovered = rollforward.recover(self._retained, self._transaction, stage)
+        action, reason, copied = recovered.plan.action.value, recovered.plan.reason, False
         if recovered.plan.action is Action.FILL:
             self._at(Phase.INIT, 0, -1)  # no takeover: nothing was there
-            with stage("fill"):
-                self._commit = self._fill()
+            found = self._newest()
+            copied = found is not None and self._process is not None and self._process.incarnation > 1
+            with stage("restore" if copied else "fill"):
+                self._commit = self._fill(found)
+            if copied:
+                action, reason = RESTORED, f"from step {self._commit}"
         else:
             assert recovered.commit is not None
             self._commit = recovered.commit
@@ -278,32 +292,41 @@ class Session:
         with stage("data"):
             self._pending = self._reposition()
         self._takeover = None
-        if recovered.plan.action is not Action.FILL:
-            self._takeover = _Takeover(
-                time.monotonic_ns(), stages, compiles, recovered.plan.action.value, recovered.plan.reason, recovered.repaired_pages
-            )
+        if copied:
+            self._takeover = self._way_back(stages, compiles)
+        elif recovered.plan.action is not Action.FILL:
+            self._takeover = _Takeover(time.monotonic_ns(), stages, compiles, action, reason, recovered.repaired_pages)
         self._rows = MetricsFile(self._process.job_dir / "metrics.jsonl" if self._process else None, self._commit)
         if self._commit > self._first:
             self._rows.add(self._commit, self._metrics())
         if self._control is not None:
             self._control[Word.COMMIT] = self._commit
         if self._member is not None:
-            self._member.event(
-                "attached", commit=self._commit, action=recovered.plan.action.value, reason=recovered.plan.reason, stages=stages
-            )
+            self._member.event("attached", commit=self._commit, action=action, reason=reason, stages=stages)
         self._keep()
         if self._control is not None:
             self._control.enter(Phase.BODY)  # what the script does from here on is its own
 
-    def _fill(self) -> int:
-        """The first state, or the newest copy of one. Returns its step."""
-        found = self._newest()
+    def _fill(self, found: Frozen | None) -> int:
+        """The first state, or a copy of one. Returns its step."""
         if found is None:
             self._transaction.fill(0, *self._transaction.init(self._key_data))
             return 0
         self._ring.mark(found.step, found.position)
         self._transaction.fill(found.step, *found.for_fill(self._job))
         return found.step
+
+    def _claim(self) -> None:
+        """The control words are this trainer's from here on."""
+        assert self._process is not None
+        assert self._control is not None
+        self._failed_commit = self._control[Word.COMMIT]
+        self._control.claim(os.getpid(), self._process.incarnation, self.steps)
+
+    def _way_back(self, stages: dict[str, float], compiles: int) -> _Takeover:
+        """From a copy of the state to the step that was running when the failure came."""
+        goal = min(self._failed_commit + 1, self.steps)
+        return _Takeover(time.monotonic_ns(), stages, compiles, RESTORED, f"from step {self._commit}", restored=self._commit, goal=goal)
 
     def _newest(self) -> Frozen | None:
         """The newest copy that this process may go on from: of those of this job, if it is not its first, and of the directory that the job was
@@ -560,6 +583,11 @@ class Session:
         """A batch was drawn, from where `position` says."""
         self._ring.put(step, position, self._checked(batch, step))
 
+    @property
+    def _stale_ns(self) -> int:
+        """How long the parity on the host was behind the data."""
+        return self._transaction.stale_ns
+
     def _settle(self) -> None:
         """Nothing is on its way any more."""
         self._transaction.wait_drained()
@@ -585,27 +613,32 @@ class Session:
         faults.reach(phase, step, chunk)
 
     def _observe_commit(self, begin: int, end: int) -> None:
-        control, takeover = self._control, self._takeover
+        """Counts a step of this process; begin, end: in CLOCK_MONOTONIC nanoseconds."""
+        control, takeover, member = self._control, self._takeover, self._member
         assert control is not None
-        assert self._member is not None
-        self._count_step(control, begin, end, self._transaction.stale_ns)
-        if control[Word.STEPS_DONE] == 1:
-            if takeover is not None:
-                self._taken_over(takeover, begin, end)
-            else:
-                self._member.event("first_step", commit=self._commit, secs=(end - begin) / 1e9)
-
-    @staticmethod
-    def _count_step(control: Control, begin: int, end: int, stale_ns: int) -> None:
+        assert member is not None
         control[Word.LAST_STEP_NS] = end - begin
         control[Word.STEP_NS_TOTAL] = control[Word.STEP_NS_TOTAL] + end - begin
-        control[Word.STALE_NS_TOTAL] = stale_ns
+        control[Word.STALE_NS_TOTAL] = self._stale_ns
         control[Word.STEPS_DONE] = control[Word.STEPS_DONE] + 1
+        first, on_its_way = control[Word.STEPS_DONE] == 1, takeover is not None
+        if first and (takeover is None or takeover.restored is not None):
+            member.event("first_step", commit=self._commit, secs=(end - begin) / 1e9, recovering=on_its_way)
+        if takeover is None:
+            return
+        if first:
+            takeover.first_began_ns = begin
+        if self._commit >= takeover.goal:
+            self._taken_over(takeover, begin, end)
+            self._takeover = None
 
     def _taken_over(self, takeover: _Takeover, begin: int, end: int) -> None:
-        """Tells the agent that training goes on; begin, end: of the first step after the takeover, in CLOCK_MONOTONIC nanoseconds."""
+        """Tells the agent that the training goes on; begin, end: of the step with which that is so."""
         assert self._member is not None
-        takeover.stages["body"] = (begin - takeover.attached_ns) / 1e9
+        first = takeover.first_began_ns or begin
+        takeover.stages["body"] = (first - takeover.attached_ns) / 1e9
+        if takeover.restored is not None:
+            takeover.stages["recompute"] = (begin - first) / 1e9
         takeover.stages["first_step"] = (end - begin) / 1e9
         self._member.event(
             "takeover",
@@ -616,6 +649,7 @@ class Session:
             action=takeover.action,
             reason=takeover.reason,
             repaired_pages=takeover.repaired_pages,
+            restored=takeover.restored,
         )
 
     def _checked(self, batch: PyTree, step: int) -> list[np.ndarray]:

@@ -6,8 +6,9 @@ import json
 import os
 import signal
 
+import numpy as np
 import pytest
-from jobs import END_SECS, TINY, Jobs, Result, leto, wait_until
+from jobs import END_SECS, TINY, Jobs, Result, alone, leto, wait_until
 
 STEPS = 12
 MODES = {
@@ -104,6 +105,86 @@ def test_a_trainer_that_dies_on_its_way_back(jobs, tmp_path):
     assert found["takeover_secs"] > sum(item["secs"] for item in run.events("fence"))
 
 
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize("shadow", [True, False])
+def test_a_device_that_is_declared_inoperable_is_left_for_a_spare(jobs, tmp_path, shadow):
+    """Other memory, the newest copy, the same batches: the result of a run in which nothing failed. The second time there is no spare left."""
+    level = () if shadow else ("--shadow-level", 0)
+    run = jobs.start("--data", "grain", steps=STEPS, options=("--copy-every", 2, "--spares", 1, *level))
+    run.allow(7)
+    run.wait_for_step(6)
+    run.wait_for("saved")
+    if shadow:
+        run.wait_for_shadow()
+    before = kept_memory(run)
+    run.inject_on_the_way("inoperable", "update", when_ready=shadow)
+    found = run.wait_for("takeover")
+    assert (found["kind"], found["path"], found["plan"]) == ("inoperable", "spare", "restore")
+    assert found["lost_steps"] >= 1
+    after = kept_memory(run)
+    assert set(after) == set(before)
+    assert all(after[name] != before[name] for name in ("device.0", "host.0"))
+    assert "the device cannot go on: declared inoperable by leto inject; a spare goes on from the newest copy" in run.err
+    run.allow(9)
+    run.inject_on_the_way("inoperable", "compute", when_ready=False)
+    assert run.finish() == 3
+    assert "no spare takes over: none is left" in run.err
+    again = jobs.run("--data", "grain", "--steps", STEPS, "--limit", run.limit, job=run.job)
+    again.finish_as_if_nothing_had_happened(STEPS, run, like=("--data", "grain"))
+
+
+def kept_memory(run) -> dict[str, int]:
+    """What is kept, by name: number of the file behind each descriptor."""
+    from leto_jax.manager import runtime
+    from leto_jax.manager.client import ManagerClient
+
+    with ManagerClient(run.directory / runtime.SOCKET_NAME, "tool") as manager:
+        found = {}
+        for item in manager.list():
+            with manager.open(item.name) as descriptor:
+                found[item.name] = os.fstat(descriptor.fd).st_ino
+        return found
+
+
+@pytest.mark.timeout(300)
+def test_a_state_beyond_repair_goes_on_from_a_copy(jobs, tmp_path):
+    """Three pages of one group damaged while nobody writes: more than parity rebuilds."""
+    run = jobs.start(steps=STEPS, options=("--copy-every", 2, "--spares", 1))
+    run.allow(7)
+    run.wait_for_step(6)
+    run.wait_for("saved")
+    run.wait_for_shadow()
+    trainer = run.pid("trainer")
+    os.kill(trainer, signal.SIGSTOP)
+    damage_a_group(run)
+    os.kill(trainer, signal.SIGKILL)
+    run.allow(9)
+    found = run.wait_for("takeover")
+    assert (found["path"], found["plan"]) == ("spare", "restore")
+    assert "pages are lost, parity rebuilds at most 2" in run.err
+    run.allow(STEPS + 1)
+    assert run.finish() == 0, run.err
+    assert run.result == alone("--steps", str(STEPS))
+
+
+def damage_a_group(run) -> None:
+    """Overwrites a page in each of three rows of the first piece, wherever its lane lies now."""
+    from leto_jax import layout as layouts
+    from leto_jax.arena.memory import HostArena
+    from leto_jax.manager import runtime
+    from leto_jax.manager.client import ManagerClient
+
+    with ManagerClient(run.directory / runtime.SOCKET_NAME, "tool") as manager:
+        with manager.get_blob("identity") as identity:
+            plan = layouts.from_bytes(json.loads(identity.read())["layout"].encode())
+        with manager.open("device.0") as descriptor:
+            arena = HostArena(descriptor.fd, descriptor.nbytes, "device.0")
+    piece, commit = plan.pieces[0], run.status()["step"]
+    for row in range(3):
+        arena.damage(plan.address(piece, commit) + row * piece.row_bytes, np.full(piece.page_bytes, 0xA5, np.uint8))
+    arena.close()
+
+
 @pytest.mark.parametrize(
     ("words", "message"),
     [
@@ -114,6 +195,7 @@ def test_a_trainer_that_dies_on_its_way_back(jobs, tmp_path):
         (("--recovery", "none", "--copy-every", "3"), "--recovery none: expected neither --checkpoint-every nor --copy-every, since nothing would read the copies"),
         (("--copy-every", "soon"), "--copy-every: expected a number of steps such as 100, seconds such as 30s, or auto, found 'soon'"),
         (("--mttf-secs", "0"), "--mttf-secs: expected a positive number of seconds, found 0.0"),
+        (("--spares", "1"), "--spares: expected --checkpoint-every or --copy-every with it, since a spare begins from a copy"),
         (("--keep", "0"), "--keep: expected 1 or more, found 0"),
     ],
 )  # fmt: skip

@@ -6,11 +6,13 @@ import dataclasses
 
 import pytest
 
-from leto_jax.agent.policy import Action, Failure, Kind, Limits, Progress, classify, decide, overdue, step_deadline
+from leto_jax.agent.policy import Action, Decision, Failure, Kind, Limits, Progress, classify, decide, overdue, step_deadline
 from leto_jax.config import Deadlines
 from leto_jax.faults import Phase
 
 FINE = (True, "")
+NO_SPARE = (False, "there is none")
+SPARE = (True, "a spare goes on from the newest copy")
 S = 1_000_000_000
 NOW = 1000 * S
 DEADLINES = Deadlines(init=600.0, first_step=500.0, takeover=60.0, body=300.0, hang_floor=3.0, hang_factor=5.0, stopped=1.0)
@@ -28,7 +30,7 @@ def test_classify():
 
 @pytest.mark.parametrize(("shadow", "action"), [("ready", Action.PROMOTE), ("loading", Action.WAIT), ("none", Action.COLD)])
 def test_who_takes_over(shadow, action):
-    assert decide(failure(), [], Limits(), FINE, shadow).action is action
+    assert decide(failure(), [], Limits(), FINE, shadow, NO_SPARE).action is action
 
 
 @pytest.mark.parametrize(
@@ -53,14 +55,32 @@ def test_who_takes_over(shadow, action):
     ],
 )
 def test_when_it_stops(now, history, limits, reason):
-    decision = decide(now, history, limits, FINE, "ready")
+    decision = decide(now, history, limits, FINE, "ready", NO_SPARE)
     assert decision.action is (Action.STOP if reason else Action.PROMOTE)
     assert decision.reason.startswith(reason or "a shadow is ready")
 
 
 def test_a_machine_that_cannot_go_on_comes_first():
-    decision = decide(failure(), [], Limits(), (False, "expected 256 MiB of free memory"), "ready")
-    assert decision == (type(decision))(Action.STOP, "the device cannot go on: expected 256 MiB of free memory")
+    decision = decide(failure(), [], Limits(), (False, "expected 256 MiB of free memory"), "ready", NO_SPARE)
+    assert decision == Decision(Action.STOP, "the device cannot go on: expected 256 MiB of free memory; no spare takes over: there is none")
+
+
+def test_a_spare_is_for_what_cannot_go_on_where_it_is():
+    """An inoperable device, or a state beyond repair; not for a failure that a shadow takes over from, nor for a refusal of another kind."""
+    inoperable = (False, "Xid 79")
+    assert decide(failure(), [], Limits(), FINE, "ready", SPARE).action is Action.PROMOTE
+    assert decide(failure(), [], Limits(), inoperable, "ready", SPARE) == Decision(
+        Action.SPARE, "the device cannot go on: Xid 79; a spare goes on from the newest copy"
+    )
+    refused = failure("3 of 32 pages are lost", kind=Kind.REFUSED)
+    assert decide(refused, [], Limits(), FINE, "none", SPARE).action is Action.STOP
+    lost = dataclasses.replace(refused, lost=True)
+    assert decide(lost, [], Limits(), FINE, "none", SPARE) == Decision(
+        Action.SPARE, "3 of 32 pages are lost; a spare goes on from the newest copy"
+    )
+    assert decide(lost, [], Limits(), FINE, "none", NO_SPARE) == Decision(
+        Action.STOP, "3 of 32 pages are lost; no spare takes over: there is none"
+    )
 
 
 QUIET = Progress(Phase.BODY, NOW - S, 7, 5, 0, 0, "S")
