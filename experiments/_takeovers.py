@@ -43,6 +43,7 @@ def collect(kills: int, options: Mapping[str, object], environ: Mapping[str, str
     script = str(Path(__file__).with_name("train_lm.py"))
     words = command_line(options)
     command = [sys.executable, "-m", "leto_jax.cli", "run", "--job", job, script, *words, "--steps", "1000000"]
+    begin = time.monotonic()
     with subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, env={**os.environ, **(environ or {})}) as process:
         try:
             for number in range(kills):
@@ -50,7 +51,7 @@ def collect(kills: int, options: Mapping[str, object], environ: Mapping[str, str
                 ask_when_up(
                     job, {"op": "inject", "kind": "sigkill", "phase": phase, "when_ready": True, "deadline_secs": READY_SECS}, process
                 )
-                print(f"takeover {number + 1}/{kills}: killed in {phase}", file=sys.stderr, flush=True)
+                print(f"{time.monotonic() - begin:6.1f} s: killed in {phase} ({number + 1} of {kills})", file=sys.stderr, flush=True)
             _wait_for_takeovers(job, kills)
         finally:
             process.send_signal(signal.SIGINT)

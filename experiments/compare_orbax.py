@@ -18,32 +18,19 @@ was running, minus one plain step; recomputed steps included.
 
 from __future__ import annotations
 
-import contextlib
-import os
 import shutil
-import signal
 import statistics
-import subprocess
-import sys
 import tempfile
-import time
 import uuid
 from pathlib import Path
 from typing import Annotated, Any
 
+import _runs
 import _takeovers
-import numpy as np
 import typer
 from _result import JsonOption, cpu_device, git_commit, write_result
 
-from leto_jax.agent import client
-from leto_jax.config import state_root
-from leto_jax.errors import LetoError
-from leto_jax.goodput import journal, report
-
 FIXED_STEPS = 25
-COST_SECS = 1.0  # that a failure within this time after the last one is put off by, so that the job moves on at all
-READY_SECS, END_SECS = 300.0, 1800.0
 ROWS: dict[str, tuple[str, ...]] = {
     "orbax sync, tuned": ("--recovery", "persistent", "--checkpoint-every", "auto", "--synchronous"),
     f"orbax sync, {FIXED_STEPS} steps": ("--recovery", "persistent", "--checkpoint-every", str(FIXED_STEPS), "--synchronous"),
@@ -53,49 +40,6 @@ ROWS: dict[str, tuple[str, ...]] = {
     "host memory + spare": ("--recovery", "host-memory+spare", "--copy-every", "auto"),
     "in-place": (),
 }
-
-
-def failure_times(every_secs: float, seed: int) -> list[float]:
-    """Seconds after the first step, more than any run will see."""
-    return np.cumsum(np.maximum(np.random.default_rng(seed).exponential(every_secs, 1000), COST_SECS)).tolist()
-
-
-def train(options: tuple[str, ...], script: list[str], kills: list[float], environ: dict[str, str]) -> tuple[dict[str, Any], list[dict]]:
-    """One run to its end; its report and its journal."""
-    job = f"compare-{uuid.uuid4().hex[:8]}"
-    command = [sys.executable, "-m", "leto_jax.cli", "run", "--job", job, "--max-restarts-without-progress", "100", *options, *script]
-    waiting, end = list(kills), time.monotonic() + END_SECS
-    with subprocess.Popen(command, env=environ, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL) as process:
-        try:
-            began: float | None = None
-            while process.poll() is None:
-                if time.monotonic() > end:
-                    raise TimeoutError(f"{job} did not end within {END_SECS:.0f} s")
-                time.sleep(0.02)
-                trainer = _in_its_loop(job)
-                if trainer is None:
-                    continue
-                began = began or time.monotonic()
-                if waiting and time.monotonic() - began >= waiting[0]:
-                    waiting.pop(0)
-                    with contextlib.suppress(ProcessLookupError):
-                        os.kill(trainer, signal.SIGKILL)
-        finally:
-            if process.poll() is None:
-                process.send_signal(signal.SIGINT)
-    if process.returncode:
-        raise RuntimeError(f"{job} ended with exit code {process.returncode}")
-    events = journal.read(state_root(environ) / job / "journal.jsonl")
-    return report.summarise(events), events
-
-
-def _in_its_loop(job: str) -> int | None:
-    """The trainer's process number, while it trains."""
-    with contextlib.suppress(LetoError):
-        status = client.ask(job, {"op": "status"})
-        if status["state"] == "running":
-            return next((rank["pid"] for rank in status["ranks"] if rank["role"] == "trainer"), None)
-    return None
 
 
 def row_of(name: str, quiet: dict[str, Any], found: dict[str, Any], events: list[dict], plain: dict[str, Any]) -> dict[str, Any]:
@@ -113,8 +57,8 @@ def row_of(name: str, quiet: dict[str, Any], found: dict[str, Any], events: list
         "lost_steps": statistics.fmean([item["lost_steps"] for item in takeovers]) if takeovers else 0.0,
         **stages,
         "start_secs": max(0.0, total - sum(stages.values())),
-        "overhead_pct": 100 * (step_secs(quiet) / step_secs(plain) - 1),
-        "step_secs": step_secs(quiet),
+        "overhead_pct": 100 * (_runs.step_secs(quiet) / _runs.step_secs(plain) - 1),
+        "step_secs": _runs.step_secs(quiet),
         "ettr": found["ettr"],
         "goodput": found["goodput"],
         "wall_secs": found["wall_secs"],
@@ -137,12 +81,6 @@ STAGES = (
     ("recompute", "#937860"),
     ("first_step", "#4c72b0"),
 )
-
-
-def step_secs(summary: dict[str, Any]) -> float:
-    """Seconds of an iteration in the loop, stalls included."""
-    spent = summary["badput_secs"]
-    return (spent["productive"] + spent["body_and_data"] + spent["checkpoint_stall"] + spent["first_step_overhead"]) / summary["steps"]
 
 
 def draw(rows: list[dict[str, Any]], path: Path) -> None:
@@ -186,24 +124,18 @@ def main(
     commit: Annotated[str | None, typer.Option(help="Commit to note, where there is no repository.")] = None,
     json_path: JsonOption = None,
 ) -> None:
-    noted, kills = commit or git_commit(), failure_times(every_secs, seed)
+    noted, kills = commit or git_commit(), [_runs.Failure(at) for at in _runs.failure_times(every_secs, seed)]
     shape = {"width": 64, "depth": 2, "heads": 2, "context": 64, "batch": 4} if small else _takeovers.SHAPE_10M
     options = {"steps": steps, **shape, "device": device, "seed": seed, "log_every": 1000}
-    script = [str(Path(__file__).with_name("train_lm.py")), *_takeovers.command_line(options)]
+    script = _runs.script(options)
     memory = Path("/dev/shm")
     base = memory if memory.is_dir() and shutil.disk_usage(memory).free > 8 << 30 else None
     rows: list[dict[str, Any]] = []
     with tempfile.TemporaryDirectory(prefix="leto-compare-", dir=base) as directory:
-        environ = {
-            **os.environ,
-            "XDG_STATE_HOME": directory,
-            "JAX_COMPILATION_CACHE_DIR": f"{directory}/cache",
-            "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
-            "JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES": "-1",
-        }
-        plain, _ = train(("--recovery", "none"), script, [], environ)
-        plain, _ = train(("--recovery", "none"), script, [], environ)  # the first has filled the compile cache
-        print(f"plain: {step_secs(plain):.3f} s a step", flush=True)
+        environ = _runs.warm_environ(directory)
+        plain, _ = _runs.train(("--recovery", "none"), script, [], environ)
+        plain, _ = _runs.train(("--recovery", "none"), script, [], environ)  # the first has filled the compile cache
+        print(f"plain: {_runs.step_secs(plain):.3f} s a step", flush=True)
         for name, way in ROWS.items():
             if only not in name:
                 continue
@@ -211,7 +143,7 @@ def main(
             for failures in ([], kills):
                 saved = Path(directory) / f"saved-{uuid.uuid4().hex[:8]}"
                 more = ("--checkpoint-dir", str(saved)) if "persistent" in way else ()
-                results.append(train((*way, *more, "--mttf-secs", str(every_secs)), script, failures, environ))
+                results.append(_runs.train((*way, *more, "--mttf-secs", str(every_secs)), script, failures, environ))
                 shutil.rmtree(saved, ignore_errors=True)
             (quiet, _), (found, events) = results
             rows.append(row_of(name, quiet, found, events, plain))
@@ -230,7 +162,7 @@ def main(
     settings = {
         **options,
         "every_secs": every_secs,
-        "plain_step_secs": step_secs(plain),
+        "plain_step_secs": _runs.step_secs(plain),
         "checkpoints_on": "tmpfs" if base else "disk",
         "compile_cache": "warm",
         **{f"row {name}": " ".join(way) for name, way in ROWS.items()},

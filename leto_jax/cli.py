@@ -17,7 +17,7 @@ from typing import Annotated, Any
 import typer
 
 from leto_jax import errors
-from leto_jax.config import RECOVERY, Deadlines, Interval, Tiers, state_root
+from leto_jax.config import METRICS_FILE, RECOVERY, Deadlines, Interval, Tiers, state_root
 from leto_jax.config import deterministic as repeatable
 
 app = typer.Typer(
@@ -92,6 +92,12 @@ def run(
     spares: Annotated[
         int, typer.Option("--spares", help="Devices kept aside, for when one cannot go on: the state comes from the newest copy then.")
     ] = 0,
+    metrics_port: Annotated[
+        int | None, typer.Option("--metrics-port", min=0, max=65535, help="Prometheus metrics on this port of 127.0.0.1.")
+    ] = None,
+    tensorboard: Annotated[
+        Path | None, typer.Option("--tensorboard", help="Directory for TensorBoard scalars: each step's metrics, and takeovers.")
+    ] = None,
     plan: Annotated[bool, typer.Option("--plan", help="Print the memory plan and stop before anything is allocated.")] = False,
     debug: Annotated[bool, typer.Option("--debug", help="No shadow, no watchdog; the terminal belongs to the script.")] = False,
     orphan_timeout_secs: Annotated[
@@ -161,6 +167,8 @@ def run(
         recovery=recovery,
         tiers=tiers,
         spares=spares,
+        metrics_port=metrics_port,
+        tensorboard=tensorboard,
     )
     print(f"leto: job {name}, journal {settings.job_dir / 'journal.jsonl'}", file=sys.stderr, flush=True)
     sys.exit(Agent(settings, environ).run())
@@ -312,9 +320,10 @@ def checkpoint(
 ) -> None:
     """Writes the retained state as an Orbax checkpoint: of a running job between two steps, of one whose processes are dead after rolling
     it forward. The state stays where it is."""
-    from leto_jax.agent import client, saving
+    from leto_jax.agent import checkpoint as checkpoints
+    from leto_jax.agent import client
 
-    found = saving.checkpoint(client.find_job(job), str(directory.absolute()), timeout_secs)
+    found = checkpoints.checkpoint(client.find_job(job), str(directory.absolute()), timeout_secs)
     print(jsonlib.dumps(found) if json else f"step {found['step']} of job {found['job']} is in {found['path']}")
 
 
@@ -340,13 +349,20 @@ def stop(job: Job = None) -> None:
 @app.command()
 def report(
     job: Annotated[str | None, typer.Argument(help="Job; by default the one whose journal is newest.")] = None,
+    html: Annotated[Path | None, typer.Option("--html", help="Directory for figures (PNG) and one page with all of it.")] = None,
     json: AsJson = False,
 ) -> None:
     """Goodput and takeovers of a job, from its journal."""
+    from leto_jax.goodput import journal, page
     from leto_jax.goodput import report as reports
 
-    found = reports.load(job)
+    path = reports.journal_of(job)
+    events = journal.read(path)
+    found = reports.summarise(events)
     print(jsonlib.dumps(found)) if json else reports.show(found)
+    if html is not None:
+        written = page.write(found, reports.newest_events(events), page.read_rows(path.with_name(METRICS_FILE)), html)
+        print(f"wrote {written[-1]}", file=sys.stderr)
 
 
 @app.command()

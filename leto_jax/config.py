@@ -13,6 +13,7 @@ from typing import NamedTuple
 from leto_jax import errors
 
 MIB = 1 << 20
+METRICS_FILE = "metrics.jsonl"  # in a job's state directory: one row for each step
 
 
 @dataclasses.dataclass(frozen=True)

@@ -45,8 +45,9 @@ from leto_jax.arena.control import Control, Word
 from leto_jax.arena.memory import HostArena
 from leto_jax.arena.metadata import HostMetadata, LostRange
 from leto_jax.arena.rank import arena_names
-from leto_jax.config import RECOVERY, SPARES, Deadlines, Process, Tiers
+from leto_jax.config import METRICS_FILE, RECOVERY, SPARES, Deadlines, Process, Tiers
 from leto_jax.faults import Phase, Point
+from leto_jax.goodput import live
 from leto_jax.goodput.journal import Journal
 from leto_jax.manager import fence, protocol, runtime
 from leto_jax.manager.client import ManagerClient, spawn_manager
@@ -86,6 +87,8 @@ class Settings:
     recovery: str = RECOVERY[0]
     tiers: Tiers = dataclasses.field(default_factory=Tiers)
     spares: int = 0
+    metrics_port: int | None = None
+    tensorboard: Path | None = None
     only_checkpoint: str = ""  # attach, write the retained state here, and leave it kept
 
 
@@ -138,6 +141,8 @@ class Agent:
         self._spares = settings.spares
         self._copied: int | None = None  # step of the newest copy that was taken
         self._inoperable = ""  # why, if the device was declared so
+        self._prometheus: live.Prometheus | None = None
+        self._tensorboard: live.TensorBoard | None = None
 
     # Life of the job --------------------------------------------------------------------------------------------------------------
 
@@ -175,10 +180,17 @@ class Agent:
 
     def _open(self) -> None:
         job = self.settings.job
+        if self.settings.metrics_port is not None:
+            self._prometheus = live.Prometheus(self.settings.metrics_port, job)
+        if self.settings.tensorboard is not None:
+            self._tensorboard = live.TensorBoard(self.settings.tensorboard, self.settings.job_dir / METRICS_FILE)
         directory = runtime.ensure_job_dir(job)
         self._directory = directory
         self._door = Door(job, directory / AGENT_SOCKET, self._selector, self._handle, self._hung_up)
         self.journal = Journal(self.settings.job_dir / "journal.jsonl")  # not before the door is ours: another agent may be writing to it
+        for listener in (self._prometheus, self._tensorboard):
+            if listener is not None:
+                self.journal.listen(listener.observe)
         become_subreaper()
         for number in (signal.SIGINT, signal.SIGTERM):
             signal.signal(number, self._interrupted)
@@ -237,10 +249,19 @@ class Agent:
         if time.monotonic() >= self._look_at:
             self._look_at = time.monotonic() + LOOK_SECS
             self._open_door.stay_reachable(self._say)
+            self._tell_others()
         reap_orphans(
             {child.pid for child in (self._trainer, self._shadow) if child is not None}
             | ({self._manager_process.pid} if self._manager_process else set())
         )
+
+    def _tell_others(self) -> None:
+        """Brings the metrics that others look at up to date."""
+        if self._prometheus is not None:
+            ready = self._shadow is not None and self._shadow.ready
+            self._prometheus.sample(self._control[Word.COMMIT], self.median_step_secs, ready)
+        if self._tensorboard is not None:
+            self._tensorboard.poll()
 
     def _close(self) -> int:
         """Ends every process, frees the memory unless the state is kept, and removes the sockets."""
@@ -273,6 +294,9 @@ class Agent:
             os.close(manager)
         if self._manager_process is not None:
             self._manager_process.poll()
+        for teller in (self._prometheus, self._tensorboard):
+            if teller is not None:
+                teller.close()
         self._open_door.close()
         client.remove_job_dir(self._directory, [AGENT_SOCKET] if keep else client.JOB_FILES)
         self.journal.close()

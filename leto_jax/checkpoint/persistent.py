@@ -23,7 +23,7 @@ import numpy as np
 from leto_jax import errors
 from leto_jax.checkpoint import frozen as states
 from leto_jax.checkpoint.frozen import Form, Frozen
-from leto_jax.rmu.programs import structs
+from leto_jax.rmu.programs import struct, structs
 
 FORMAT = 1
 ITEMS = ("state", "iterator", "metadata")
@@ -96,6 +96,8 @@ def pass_over(step: int, where: str, exception: Exception, warn: Callable[[str],
 def restore_version(form: Form, directory: str | Path, step: int) -> Frozen:
     """One version, checked. Raises whatever is wrong with it."""
     ocp, path = _orbax(), Path(directory).absolute()
+    if not (path / str(step) / "metadata").is_dir():
+        return _restore_foreign(form, path / str(step), step)
     what = f"checkpoint {step} in {path}"
     with _manager(path, None, read_only=True) as manager:
         metadata = manager.restore(step, args=ocp.args.Composite(metadata=ocp.args.JsonRestore())).metadata
@@ -112,6 +114,48 @@ def restore_version(form: Form, directory: str | Path, step: int) -> Frozen:
         if wrong != right:
             raise errors.CheckpointError(f"{path_of} does not have its checksum")
     return state
+
+
+def _restore_foreign(form: Form, path: Path, step: int) -> Frozen:
+    """A version that others have written: one item of it has the groups of the state at the top, `params` and `opt_state` at least.
+
+    Its leaves are found by their paths, whatever containers the tree had. It says nothing about checksums, nor where the data stands.
+    Raises LayoutError naming the first leaf that is missing or of another form.
+    """
+    ocp = _orbax()
+    items = [item for item in sorted(path.iterdir()) if (item / "_METADATA").is_file()]
+    for item in items:
+        with ocp.StandardCheckpointer() as checkpointer:
+            found = checkpointer.restore(item)
+        if isinstance(found, dict) and "params" in found:
+            break
+    else:
+        raise errors.CheckpointError(
+            f"{path}: expected an item with 'params' and 'opt_state' at its top, found {', '.join(item.name for item in items) or 'no item'}"
+        )
+    there = {_words(keys): leaf for keys, leaf in jax.tree_util.tree_leaves_with_path(found)}
+    leaves: dict[str, list[np.ndarray]] = {}
+    for name, specs in form.specs.items():
+        numbered = jax.tree_util.tree_unflatten(form.trees[name], range(len(specs)))
+        leaves[name] = []
+        for keys, number in jax.tree_util.tree_leaves_with_path(numbered):
+            spec, leaf = specs[number], there.get((name, *_words(keys)))
+            if leaf is not None and jax.dtypes.issubdtype(leaf.dtype, jax.dtypes.prng_key):
+                leaf = jax.random.key_data(leaf)
+            array = np.zeros(spec.shape, struct(spec).dtype) if leaf is None and spec.size == 0 else np.asarray(leaf)
+            if leaf is None and spec.size:
+                raise errors.LayoutError(f"{path} has no {name}{spec.path}, which this script has: {spec.describe()}")
+            if (array.shape, array.dtype) != (spec.shape, struct(spec).dtype):
+                raise errors.LayoutError(
+                    f"{path} holds {name}{spec.path}: {array.dtype}{list(array.shape)}, this script has {name}{spec.describe()}; resume with the model and optimizer that it was saved with"
+                )
+            leaves[name].append(array)
+    return Frozen(step, leaves, b"")
+
+
+def _words(keys: Any) -> tuple[str, ...]:
+    """A path in a tree, whether it goes through dicts, lists or named tuples: Orbax knows only the first two."""
+    return tuple(str(getattr(key, "key", getattr(key, "idx", getattr(key, "name", key)))) for key in keys)
 
 
 def _tree(form: Form, leaves: dict[str, Any]) -> dict[str, Any]:

@@ -10,6 +10,7 @@ import json
 import os
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -51,6 +52,11 @@ class Journal:
         self._file.seek(0)
         self._file.truncate(self._file.read().rfind(b"\n") + 1)  # a line that the last agent did not finish
         self._full = False
+        self._listeners: list[Callable[[dict[str, Any]], None]] = []
+
+    def listen(self, listener: Callable[[dict[str, Any]], None]) -> None:
+        """Has every event from now on told to `listener` too."""
+        self._listeners.append(listener)
 
     def write(self, event: str, **fields: Any) -> dict[str, Any]:
         """Appends one event, as one write.
@@ -62,6 +68,8 @@ class Journal:
             raise errors.UsageError(f"journal: event {event!r}: expected the fields {expected}, found {tuple(fields)}")
         line = {"time": time.time(), "ns": time.monotonic_ns(), "event": event, **fields}
         self._append(json.dumps(line, default=str).encode() + b"\n")
+        for listener in self._listeners:
+            listener(line)
         return line
 
     def _append(self, data: bytes) -> None:

@@ -25,6 +25,7 @@ import enum
 import sys
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
 from typing import Any, NamedTuple
 
 from leto_jax import errors
@@ -96,18 +97,28 @@ def summarise(events: Sequence[Event]) -> dict[str, Any]:
     }
 
 
+def journal_of(job: str | None) -> Path:
+    """The journal of a job, or the newest one. Raises JobError if there is none, UsageError for what cannot be a job's name."""
+    root = state_root()
+    if job is not None:
+        return root / check_job_name(job) / "journal.jsonl"
+    found = sorted(root.glob("*/journal.jsonl"), key=lambda path: path.stat().st_mtime_ns)
+    if not found:
+        raise errors.JobError(f"report: expected the journal of a job under {root}, found none; `leto run` writes one")
+    return found[-1]
+
+
 def load(job: str | None) -> dict[str, Any]:
     """The report of a job, or of the one whose journal is newest.
 
     Raises JobError if there is none, UsageError for what cannot be a job's name, RecordError for a damaged journal.
     """
-    root = state_root()
-    if job is not None:
-        return summarise(journal.read(root / check_job_name(job) / "journal.jsonl"))
-    found = sorted(root.glob("*/journal.jsonl"), key=lambda path: path.stat().st_mtime_ns)
-    if not found:
-        raise errors.JobError(f"report: expected the journal of a job under {root}, found none; `leto run` writes one")
-    return summarise(journal.read(found[-1]))
+    return summarise(journal.read(journal_of(job)))
+
+
+def newest_events(events: Sequence[Event]) -> list[Event]:
+    """Those of the run that is reported, oldest first."""
+    return _flat(_newest_run(events))
 
 
 # Booking ----------------------------------------------------------------------------------------------------------------------------

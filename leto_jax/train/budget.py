@@ -47,3 +47,23 @@ def check(layout: Layout, programs: Mapping[str, Any], gpu: int, shadow: bool) -
             f"{table}\ntake a smaller model, batch or Protection(chunk_bytes=...), set XLA_PYTHON_CLIENT_PREALLOCATE=false, or end what else runs there (nvidia-smi)"
         )
     print(f"leto: {table}", file=sys.stderr, flush=True)
+
+
+def print_plan(layout: Layout, gpu: int | None) -> None:
+    from rich.console import Console
+    from rich.table import Table
+
+    table = Table(
+        title=f"memory plan, rank 0: {layout.device_bytes / 2**20:.1f} MiB device arena, {layout.host_bytes / 2**20:.1f} MiB host arena",
+        title_justify="left",
+    )
+    table.add_column("what")
+    table.add_column("MiB", justify="right")
+    table.add_column("where")
+    for what, nbytes, note in layout.table():
+        table.add_row(what, f"{nbytes / 2**20:.2f}", note)
+    scratch, note = layout.device_bytes + layout.host_bytes, "its own memory; one rehearsal on scratch arenas"
+    if gpu is not None:
+        scratch, note = CONTEXT_BYTES, "its CUDA context; what its programs take while it rehearses comes on top"
+    table.add_row("shadow, while it gets ready", f"{scratch / 2**20:.2f}", note)
+    Console(width=120).print(table)

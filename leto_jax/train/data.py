@@ -66,6 +66,11 @@ class IteratorSource:
         return canonical(next(self._iterator))
 
     def restore(self, position: bytes) -> None:
+        if not position:
+            raise errors.UsageError(
+                "dataset: the checkpoint does not say where a dataset with an iterator stood, or was of a job with a function of the step; "
+                "resume from a checkpoint that leto wrote of this script, or bring f(step)"
+            )
         if position[:1] not in (b"B", b"J"):
             raise errors.UsageError(
                 "dataset: the job was started with a function of the step, this process brings a dataset with an iterator"

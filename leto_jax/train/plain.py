@@ -19,13 +19,16 @@ from leto_jax import errors
 from leto_jax.arena import views
 from leto_jax.arena.control import Word
 from leto_jax.checkpoint.frozen import GROUPS, Form
+from leto_jax.config import METRICS_FILE
 from leto_jax.faults import Phase
 from leto_jax.layout import LeafSpec
 from leto_jax.rmu import programs
 from leto_jax.rmu.programs import StepSpec
 from leto_jax.shadow.inject import Injector
 from leto_jax.train import data
-from leto_jax.train.session import RESTORED, MetricsFile, Session, count_compiles, only_device, stored_batch
+from leto_jax.train.device import count_compiles, only_device
+from leto_jax.train.rows import MetricsFile
+from leto_jax.train.session import RESTORED, Session, stored_batch
 from leto_jax.train.state import State
 
 PyTree = Any
@@ -115,7 +118,7 @@ class PlainSession(Session):
         self._last_metrics: dict[str, jax.Array] = {}
         self.state = self._view()
         self._takeover = self._way_back(stages, compiles) if process.incarnation > 1 else None
-        self._rows = MetricsFile(process.job_dir / "metrics.jsonl", self._commit)
+        self._rows = MetricsFile(process.job_dir / METRICS_FILE, self._commit)
         control[Word.COMMIT] = self._commit
         member.event("attached", commit=self._commit, action=RESTORED if found else "fill", reason="", stages=stages)
         self._keep()

@@ -5,12 +5,10 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
-import json
 import os
 import sys
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import jax
@@ -22,9 +20,9 @@ from leto_jax.arena.control import Control, Word
 from leto_jax.arena.rank import Arenas, private_arenas
 from leto_jax.checkpoint import frozen
 from leto_jax.checkpoint.frozen import Form, Frozen
-from leto_jax.config import RECOVERY, Process, Protection, for_gpu
+from leto_jax.config import METRICS_FILE, RECOVERY, Process, Protection, for_gpu
 from leto_jax.faults import Phase
-from leto_jax.layout import Layout, LeafSpec
+from leto_jax.layout import LeafSpec
 from leto_jax.records import Kind
 from leto_jax.rmu import programs, rollforward
 from leto_jax.rmu.device import make_transaction
@@ -34,8 +32,10 @@ from leto_jax.shadow import executables, prewarm
 from leto_jax.shadow.inject import Injector
 from leto_jax.shadow.member import Member, Promotion
 from leto_jax.train import budget, data
+from leto_jax.train.device import count_compiles, only_device
 from leto_jax.train.digest import state_digest
 from leto_jax.train.ring import Ring
+from leto_jax.train.rows import MetricsFile
 from leto_jax.train.state import State, retained_state, user_tree
 from leto_jax.train.step import TrainStep
 
@@ -163,7 +163,7 @@ class Session:
         in_place = None if self._gpu is None else self._device
         self._job = programs.trace(self._init, self._step.spec, batch, key, protection, in_place)
         if self._process is not None and self._process.role == "plan":
-            _print_plan(self._job.layout, self._gpu)
+            budget.print_plan(self._job.layout, self._gpu)
             raise SystemExit(0)
         lowered = executables.lower(self._job)
         self._compiles = count_compiles()
@@ -296,7 +296,7 @@ class Session:
             self._takeover = self._way_back(stages, compiles)
         elif recovered.plan.action is not Action.FILL:
             self._takeover = _Takeover(time.monotonic_ns(), stages, compiles, action, reason, recovered.repaired_pages)
-        self._rows = MetricsFile(self._process.job_dir / "metrics.jsonl" if self._process else None, self._commit)
+        self._rows = MetricsFile(self._process.job_dir / METRICS_FILE if self._process else None, self._commit)
         if self._commit > self._first:
             self._rows.add(self._commit, self._metrics())
         if self._control is not None:
@@ -676,96 +676,8 @@ class Session:
         return user_tree(retained.metrics(commit), retained.layout.spec.metrics, self._job.trees.metrics, self._device)
 
 
-class MetricsFile:
-    """One JSON line per step, also across takeovers: a torn or missing last row is completed from the retained metrics."""
-
-    def __init__(self, path: Path | None, commit: int):
-        self._file, self._last = None, -1
-        if path is None:
-            return
-        path.parent.mkdir(parents=True, exist_ok=True)
-        self._file = open(path, "a+b", buffering=0)  # noqa: SIM115 (lives as long as the session)
-        self._file.seek(0)
-        content = self._file.read()
-        whole = content.rfind(b"\n") + 1
-        rows = content[:whole].splitlines(keepends=True)
-        keep = len(rows)
-        while keep and json.loads(rows[keep - 1])["step"] > commit:
-            keep -= 1
-        self._file.truncate(sum(len(row) for row in rows[:keep]))
-        self._last = json.loads(rows[keep - 1])["step"] if keep else -1
-
-    def add(self, step: int, metrics: Mapping[str, Any]) -> None:
-        if self._file is None or step <= self._last:
-            return
-        scalars = {
-            name: float(value)
-            for name, value in metrics.items()
-            if np.ndim(value) == 0 and np.issubdtype(np.asarray(value).dtype, np.number)
-        }
-        try:
-            self._file.write(json.dumps({"step": step, **scalars}).encode() + b"\n")
-        except OSError as exception:  # a full disk must not end the training; the rows from here on are missing
-            print(f"leto: metrics are no longer written: {exception}", file=sys.stderr, flush=True)
-            self._file = None
-        self._last = step
-
-
-def _print_plan(layout: Layout, gpu: int | None) -> None:
-    from rich.console import Console
-    from rich.table import Table
-
-    table = Table(
-        title=f"memory plan, rank 0: {layout.device_bytes / 2**20:.1f} MiB device arena, {layout.host_bytes / 2**20:.1f} MiB host arena",
-        title_justify="left",
-    )
-    table.add_column("what")
-    table.add_column("MiB", justify="right")
-    table.add_column("where")
-    for what, nbytes, note in layout.table():
-        table.add_row(what, f"{nbytes / 2**20:.2f}", note)
-    scratch, note = layout.device_bytes + layout.host_bytes, "its own memory; one rehearsal on scratch arenas"
-    if gpu is not None:
-        scratch, note = budget.CONTEXT_BYTES, "its CUDA context; what its programs take while it rehearses comes on top"
-    table.add_row("shadow, while it gets ready", f"{scratch / 2**20:.2f}", note)
-    Console(width=120).print(table)
-
-
 def stored_batch(batch: PyTree) -> list[np.ndarray]:
     return [
         np.asarray(programs.to_storage(leaf)) if leaf.dtype.name.startswith(("int4", "uint4", "int2", "uint2")) else leaf
         for leaf in jax.tree_util.tree_leaves(batch)
     ]
-
-
-def only_device() -> jax.Device:
-    """The device of this rank. Raises UsageError where this version cannot retain its memory."""
-    if jax.distributed.is_initialized():
-        raise errors.UsageError(
-            f"jax.distributed: expected it not to be initialized, found process {jax.process_index()} of {jax.process_count()}; "
-            "trainer and shadow are jobs of their own, and this version runs one rank per job: remove jax.distributed.initialize()"
-        )
-    devices = jax.local_devices()
-    device = devices[0]
-    nvidia = device.platform == "gpu" and "rocm" not in str(getattr(device.client, "platform_version", "")).lower()
-    if device.platform != "cpu" and not nvidia:
-        raise errors.UsageError(
-            f"device: expected the CPU or an NVIDIA GPU, found {device.device_kind} ({device.platform}); set JAX_PLATFORMS=cpu"
-        )
-    if nvidia and len(devices) > 1:
-        raise errors.UsageError(
-            f"device: this version retains the memory of one GPU per job, found {len(devices)}; choose one with CUDA_VISIBLE_DEVICES"
-        )
-    return device
-
-
-def count_compiles() -> Callable[[], int]:
-    """Starts counting backend compilations of this process; the result tells how many there were."""
-    seen: list[float] = []
-
-    def listen(event: str, duration_secs: float, **kwargs: str | int) -> None:
-        if event == "/jax/core/compile/backend_compile_duration":
-            seen.append(duration_secs)
-
-    jax.monitoring.register_event_duration_secs_listener(listen)
-    return lambda: len(seen)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import os
 import random
@@ -13,8 +14,10 @@ import time
 from pathlib import Path
 
 import harness
+import jax
 import jax.numpy as jnp
 import numpy as np
+import orbax.checkpoint as ocp
 import pytest
 from harness import STEPS, VARIANTS, World, check, promote, variant
 
@@ -204,3 +207,32 @@ def test_kill_9_in_the_middle_of_a_save(tmp_path, seed):
         assert found.step in (last, last + 1)
         assert equal(found, make(found.step))
         shutil.rmtree(tmp_path / "saved")
+
+
+@pytest.mark.parametrize("item", ["default", "state"])
+def test_a_checkpoint_that_plain_orbax_has_written_is_resumed_from(tmp_path, item):
+    """Containers are other ones (Orbax knows no named tuples), leaves are found by their paths."""
+    v = variant("adamw")
+    kept, form = state_at(v, 2), frozen.form_of(v.job)
+    tree = {name: jax.tree_util.tree_unflatten(form.trees[name], kept.leaves[name]) for name in frozen.GROUPS if kept.leaves[name]} | {
+        "step": np.int32(2)
+    }
+    arrays = jax.tree.map(lambda x: x if x.size else None, tree)
+    with ocp.CheckpointManager(tmp_path / "theirs", item_names=None if item == "default" else (item,)) as manager:
+        args = ocp.args.StandardSave(arrays)
+        manager.save(2, args=args if item == "default" else ocp.args.Composite(**{item: args}))
+        manager.wait_until_finished()
+    found = persistent.restore(form, tmp_path / "theirs")
+    assert equal(found, dataclasses.replace(kept, position=b""))
+    with pytest.raises(errors.LayoutError, match=r"theirs/2 (has no|holds) "):
+        persistent.restore(frozen.form_of(variant("lamb").job), tmp_path / "theirs")
+
+
+def test_a_checkpoint_of_something_else_is_no_state(tmp_path):
+    with ocp.CheckpointManager(tmp_path / "theirs") as manager:
+        manager.save(1, args=ocp.args.StandardSave({"weights": np.ones(3)}))
+        manager.wait_until_finished()
+    said: list[str] = []
+    with pytest.raises(errors.CheckpointError, match="no version in"):
+        persistent.restore(frozen.form_of(variant("adamw").job), tmp_path / "theirs", said.append)
+    assert "expected an item with 'params' and 'opt_state' at its top, found default" in said[0]

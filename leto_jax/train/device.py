@@ -1,0 +1,42 @@
+"""The device of a rank, and what this process compiles for it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import jax
+
+from leto_jax import errors
+
+
+def only_device() -> jax.Device:
+    """The device of this rank. Raises UsageError where this version cannot retain its memory."""
+    if jax.distributed.is_initialized():
+        raise errors.UsageError(
+            f"jax.distributed: expected it not to be initialized, found process {jax.process_index()} of {jax.process_count()}; "
+            "trainer and shadow are jobs of their own, and this version runs one rank per job: remove jax.distributed.initialize()"
+        )
+    devices = jax.local_devices()
+    device = devices[0]
+    nvidia = device.platform == "gpu" and "rocm" not in str(getattr(device.client, "platform_version", "")).lower()
+    if device.platform != "cpu" and not nvidia:
+        raise errors.UsageError(
+            f"device: expected the CPU or an NVIDIA GPU, found {device.device_kind} ({device.platform}); set JAX_PLATFORMS=cpu"
+        )
+    if nvidia and len(devices) > 1:
+        raise errors.UsageError(
+            f"device: this version retains the memory of one GPU per job, found {len(devices)}; choose one with CUDA_VISIBLE_DEVICES"
+        )
+    return device
+
+
+def count_compiles() -> Callable[[], int]:
+    """Starts counting backend compilations of this process; the result tells how many there were."""
+    seen: list[float] = []
+
+    def listen(event: str, duration_secs: float, **kwargs: str | int) -> None:
+        if event == "/jax/core/compile/backend_compile_duration":
+            seen.append(duration_secs)
+
+    jax.monitoring.register_event_duration_secs_listener(listen)
+    return lambda: len(seen)
