@@ -2,8 +2,8 @@
 
     python experiments/compare_orbax.py [--json FILE] [--steps 120] [--every-secs 20]
 
-Each row is a real `leto run` of `train_lm.py`, whose trainer gets a real SIGKILL about every `--every-secs` seconds (exponential, seeded, the
-same for all rows; counted from the first step; one that falls into a recovery comes when it is over). All but the row in-place train with
+Each row is a real `leto run` of `train_lm.py`, whose trainer gets a real SIGKILL every `--every-secs` seconds, give or take half of that (seeded,
+the same for all rows; counted from the first step; one that falls into a recovery comes when it is over). All but the row in-place train with
 plain programs: one donated jit of value_and_grad, tx.update and apply_updates, no retained memory, no parity.
 
     orbax sync, orbax async    Orbax checkpoints, training waits for one or goes on beside it; a new process restores the newest

@@ -9,6 +9,7 @@ import os
 import sys
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import jax
@@ -28,7 +29,7 @@ from leto_jax.rmu import programs, rollforward
 from leto_jax.rmu.device import make_transaction
 from leto_jax.rmu.recovery import Action
 from leto_jax.rmu.retained import Retained
-from leto_jax.shadow import executables, prewarm
+from leto_jax.shadow import cache, executables, prewarm
 from leto_jax.shadow.inject import Injector
 from leto_jax.shadow.member import Member, Promotion
 from leto_jax.train import budget, data
@@ -203,13 +204,27 @@ class Session:
         assert member is not None
         found = member.published()
         if found is None:
-            compiled = self._compile(lowered, to_pack=True)
-            blob = executables.pack(compiled)
+            kept = cache.load(identity) if self._keeps_programs else None
+            run: Mapping[str, Callable]
+            if kept is None:
+                compiled = self._compile(lowered, to_pack=True)
+                run, blob = compiled, executables.pack(compiled)
+                if self._keeps_programs:
+                    cache.store(identity, blob)
+            else:
+                run, blob = executables.unpack(memoryview(kept), lowered), kept
             member.lease()
             member.publish(identity.to_bytes(), blob)
             member.event("published", bytes=len(blob))
-            return compiled
+            return run
         return self._load(found, lowered, identity)
+
+    @property
+    def _keeps_programs(self) -> bool:
+        """Whether compiled programs outlive the job: on the CPU, where the user has a compile cache of his own (JAX's does it on a GPU)."""
+        directory, process = jax.config.jax_compilation_cache_dir, self._process
+        own = process is not None and directory and Path(directory).is_relative_to(process.job_dir)
+        return self._gpu is None and bool(directory) and not own
 
     def _load(self, found, lowered, identity: executables.Identity) -> Mapping[str, Callable]:
         theirs, blob = found

@@ -343,7 +343,7 @@ WRONG_VALUES = {
         "inject",
         "--kind",
         "flood",
-    ): "--kind: expected one of sigkill, sigstop, exception, illegal_address, trap, spin, oom, page_loss, page_corruption, exit, found 'flood'",
+    ): "--kind: expected one of sigkill, sigstop, exception, illegal_address, trap, spin, oom, page_loss, page_corruption, exit, inoperable, found 'flood'",
     ("inject", "--phase", "sleep"): "--phase: expected one of compute, decide, update, commit, drain, takeover, body, found 'sleep'",
     ("inject", "--chunk", 1): "--chunk: goes with --phase update, found --phase compute",
     ("report", "a/b"): "a job name is 1 to 64 of the characters",

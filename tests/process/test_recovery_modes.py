@@ -213,3 +213,25 @@ def test_memory_that_is_not_retained_cannot_be_damaged(jobs):
     assert "--kind page_loss: there is no retained memory, this job runs with --recovery none" in done.stderr
     run.interrupt()
     assert run.finish() == 130
+
+
+@pytest.mark.timeout(300)
+def test_a_second_job_takes_its_programs_from_the_users_cache(jobs, tmp_path, monkeypatch):
+    """Nothing is compiled for it but what the script itself jits; the result is the same, and so is a takeover's."""
+    monkeypatch.setenv("JAX_COMPILATION_CACHE_DIR", str(tmp_path / "cache"))
+    monkeypatch.setenv("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0")
+    first = jobs.run("--steps", STEPS, options=("--shadow-level", 0))
+    assert first.finish() == 0, first.err
+    (kept,) = (tmp_path / "cache").glob("leto-*.bin")
+    before = kept.stat().st_mtime_ns
+    run = jobs.start(steps=STEPS)
+    run.allow(5)
+    run.wait_for_step(4)
+    run.wait_for_shadow()
+    run.inject_on_the_way("sigkill", "update")
+    run.wait_for("takeover")
+    run.allow(STEPS + 1)
+    assert run.finish() == 0, run.err
+    assert run.result == first.result
+    assert run.events("published")[0]["nbytes"] == first.events("published")[0]["nbytes"]
+    assert kept.stat().st_mtime_ns == before
