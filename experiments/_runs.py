@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from leto_jax.agent import client
-from leto_jax.config import state_root
+from leto_jax.config import compile_cache, state_root
 from leto_jax.errors import LetoError
 from leto_jax.goodput import journal, report
 
@@ -36,22 +36,23 @@ def failure_times(every_secs: float, seed: int) -> list[float]:
     return np.cumsum(every_secs * np.random.default_rng(seed).uniform(0.5, 1.5, 1000)).tolist()
 
 
+def command_line(options: Mapping[str, object]) -> list[str]:
+    """Options as words of a command line; True stands for a flag."""
+    return [
+        word
+        for name, value in options.items()
+        for word in ([f"--{name.replace('_', '-')}"] if value is True else [f"--{name.replace('_', '-')}", str(value)])
+    ]
+
+
 def script(options: Mapping[str, object]) -> list[str]:
     """`train_lm.py` with its options, as words."""
-    from _takeovers import command_line
-
     return [str(Path(__file__).with_name("train_lm.py")), *command_line(options)]
 
 
 def warm_environ(directory: str) -> dict[str, str]:
     """Journals and a compile cache in `directory`, small programs too."""
-    return {
-        **os.environ,
-        "XDG_STATE_HOME": directory,
-        "JAX_COMPILATION_CACHE_DIR": f"{directory}/cache",
-        "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
-        "JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES": "-1",
-    }
+    return {**os.environ, "XDG_STATE_HOME": directory, **compile_cache(Path(directory) / "cache")}
 
 
 def train(

@@ -13,23 +13,30 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import _runs
+
 from leto_jax.agent import client
 from leto_jax.config import state_root
-from leto_jax.errors import LetoError
+from leto_jax.errors import JobError, LetoError
 from leto_jax.goodput import journal, report
 
 SHAPE_10M = {"width": 320, "depth": 8, "heads": 5, "context": 128, "batch": 8}
 """Of a model of 10 M parameters whose step takes half a second on two cores."""
 PHASES = ("compute", "decide", "update", "commit", "drain")
-STAGES = (
-    ("detect", "#8c8c8c"),
-    ("fence", "#c44e52"),
-    ("attach", "#dd8452"),
-    ("verify", "#ccb974"),
-    ("roll_forward", "#55a868"),
-    ("data", "#64b5cd"),
-    ("first_step", "#4c72b0"),
-)
+STAGES = {
+    "detect": "#8c8c8c",
+    "fence": "#c44e52",
+    "attach": "#dd8452",
+    "verify": "#ccb974",
+    "roll_forward": "#55a868",
+    "restore": "#8172b3",
+    "data": "#64b5cd",
+    "body": "#da8bc3",
+    "recompute": "#937860",
+    "first_step": "#4c72b0",
+}
+"""Of a recovery, in their order, with their colours."""
+IN_PLACE = {name: colour for name, colour in STAGES.items() if name not in ("restore", "body", "recompute")}
 READY_SECS = 240.0
 WAIT_SECS = 60.0
 
@@ -40,9 +47,7 @@ def collect(kills: int, options: Mapping[str, object], environ: Mapping[str, str
     Raises what the agent raises when the job does not come to a ready shadow in time.
     """
     job = f"bench-{uuid.uuid4().hex[:8]}"
-    script = str(Path(__file__).with_name("train_lm.py"))
-    words = command_line(options)
-    command = [sys.executable, "-m", "leto_jax.cli", "run", "--job", job, script, *words, "--steps", "1000000"]
+    command = [sys.executable, "-m", "leto_jax.cli", "run", "--job", job, *_runs.script(options), "--steps", "1000000"]
     begin = time.monotonic()
     with subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, env={**os.environ, **(environ or {})}) as process:
         try:
@@ -52,22 +57,13 @@ def collect(kills: int, options: Mapping[str, object], environ: Mapping[str, str
                     job, {"op": "inject", "kind": "sigkill", "phase": phase, "when_ready": True, "deadline_secs": READY_SECS}, process
                 )
                 print(f"{time.monotonic() - begin:6.1f} s: killed in {phase} ({number + 1} of {kills})", file=sys.stderr, flush=True)
-            _wait_for_takeovers(job, kills)
+            wait_for(job, process, "takeover", kills)
         finally:
             process.send_signal(signal.SIGINT)
             with contextlib.suppress(subprocess.TimeoutExpired):
                 process.wait(20)
             process.kill()
     return report.summarise(_events(job))["takeovers"]
-
-
-def command_line(options: Mapping[str, object]) -> list[str]:
-    """Options as words of a command line; True stands for a flag."""
-    return [
-        word
-        for name, value in options.items()
-        for word in ([f"--{name.replace('_', '-')}"] if value is True else [f"--{name.replace('_', '-')}", str(value)])
-    ]
 
 
 def rows(found: Sequence[Mapping[str, Any]], **more: Any) -> list[dict[str, Any]]:
@@ -94,7 +90,7 @@ def draw(found: Sequence[Mapping[str, Any]], plain_step_secs: float, path: Path)
     figure, axes = pyplot.subplots(figsize=(9, 0.42 * len(found) + 1.8), layout="constrained")
     for row, item in enumerate(found):
         left = 0.0
-        for name, colour in STAGES:
+        for name, colour in IN_PLACE.items():
             secs = item["stages"].get(name, 0.0)
             axes.barh(row, secs, left=left, color=colour, label=name.replace("_", " ") if row == 0 else None)
             left += secs
@@ -102,7 +98,9 @@ def draw(found: Sequence[Mapping[str, Any]], plain_step_secs: float, path: Path)
     axes.invert_yaxis()
     axes.set_xlabel(f"seconds since SIGKILL (a plain step takes {plain_step_secs:.2f} s)")
     axes.set_title("From SIGKILL to the end of the first step after it", loc="left")
-    axes.legend(ncols=len(STAGES), loc="upper center", bbox_to_anchor=(0.45, -0.22 if len(found) > 5 else -0.4), frameon=False, fontsize=8)
+    axes.legend(
+        ncols=len(IN_PLACE), loc="upper center", bbox_to_anchor=(0.45, -0.22 if len(found) > 5 else -0.4), frameon=False, fontsize=8
+    )
     axes.spines[["top", "right"]].set_visible(False)
     figure.savefig(path, dpi=130)
 
@@ -120,13 +118,17 @@ def ask_when_up(job: str, message: dict[str, Any], process: subprocess.Popen) ->
     client.ask(job, message, message["deadline_secs"] + 5)
 
 
-def _wait_for_takeovers(job: str, kills: int) -> None:
-    end = time.monotonic() + WAIT_SECS
+def wait_for(job: str, process: subprocess.Popen, event: str, count: int = 1, secs: float = WAIT_SECS) -> None:
+    """Until the job's journal has `count` events of this name. Raises RuntimeError if the job ends before, TimeoutError."""
+    end = time.monotonic() + secs
     while time.monotonic() < end:
-        if sum(event["event"] == "takeover" for event in _events(job)) >= kills:
-            return
-        time.sleep(0.2)
-    raise TimeoutError(f"expected {kills} takeovers in the journal of {job}, found fewer")
+        with contextlib.suppress(JobError):  # no journal yet
+            if sum(line["event"] == event for line in _events(job)) >= count:
+                return
+        if process.poll() is not None:
+            raise RuntimeError(f"{job} ended with exit code {process.returncode} before {event} number {count}")
+        time.sleep(0.05)
+    raise TimeoutError(f"expected {count} x {event} in the journal of {job} within {secs:.0f} s, found fewer")
 
 
 def _events(job: str) -> list[dict[str, Any]]:

@@ -26,9 +26,9 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import _runs
-import _takeovers
 import typer
 from _result import JsonOption, cpu_device, git_commit, write_result
+from _takeovers import SHAPE_10M, STAGES
 
 FIXED_STEPS = 25
 ROWS: dict[str, tuple[str, ...]] = {
@@ -47,7 +47,7 @@ def row_of(name: str, quiet: dict[str, Any], found: dict[str, Any], events: list
     takeovers, spent = found["takeovers"], found["badput_secs"]
     saved = [event["stall_secs"] for event in events if event["event"] == "saved"]
     median = lambda values: statistics.median(values) if values else float("nan")
-    stages = {f"{stage}_secs": median([item["stages"].get(stage, 0.0) for item in takeovers]) for stage, _ in STAGES}
+    stages = {f"{stage}_secs": median([item["stages"].get(stage, 0.0) for item in takeovers]) for stage in STAGES}
     total = median([item["takeover_secs"] for item in takeovers])
     return {
         "part": "row",
@@ -69,20 +69,6 @@ def row_of(name: str, quiet: dict[str, Any], found: dict[str, Any], events: list
     }
 
 
-STAGES = (
-    ("detect", "#8c8c8c"),
-    ("fence", "#c44e52"),
-    ("attach", "#dd8452"),
-    ("verify", "#ccb974"),
-    ("roll_forward", "#55a868"),
-    ("restore", "#8172b3"),
-    ("data", "#64b5cd"),
-    ("body", "#da8bc3"),
-    ("recompute", "#937860"),
-    ("first_step", "#4c72b0"),
-)
-
-
 def draw(rows: list[dict[str, Any]], path: Path) -> None:
     import matplotlib
 
@@ -92,9 +78,11 @@ def draw(rows: list[dict[str, Any]], path: Path) -> None:
     figure, (left, right) = pyplot.subplots(
         1, 2, figsize=(13, 0.45 * len(rows) + 2), layout="constrained", sharey=True, width_ratios=(3, 1)
     )
+    detect, fence, *rest = STAGES.items()
+    bars = (detect, fence, ("start", "#4d4d4d"), *rest)
     for number, row in enumerate(rows):
         at = 0.0
-        for stage, colour in (*STAGES[:2], ("start", "#4d4d4d"), *STAGES[2:]):
+        for stage, colour in bars:
             secs = row[f"{stage}_secs"]
             left.barh(number, secs, left=at, color=colour, label=stage.replace("_", " ") if number == 0 else None)
             at += secs
@@ -125,7 +113,7 @@ def main(
     json_path: JsonOption = None,
 ) -> None:
     noted, kills = commit or git_commit(), [_runs.Failure(at) for at in _runs.failure_times(every_secs, seed)]
-    shape = {"width": 64, "depth": 2, "heads": 2, "context": 64, "batch": 4} if small else _takeovers.SHAPE_10M
+    shape = {"width": 64, "depth": 2, "heads": 2, "context": 64, "batch": 4} if small else SHAPE_10M
     options = {"steps": steps, **shape, "device": device, "seed": seed, "log_every": 1000}
     script = _runs.script(options)
     memory = Path("/dev/shm")

@@ -12,7 +12,6 @@ NVML is asked ten times a second what is in use on the device. From the steady s
 
 from __future__ import annotations
 
-import contextlib
 import os
 import signal
 import statistics
@@ -25,14 +24,13 @@ import uuid
 from pathlib import Path
 from typing import Annotated, Any
 
+import _runs
 import _takeovers
 import typer
 from _result import JsonOption, git_commit, write_result
+from _takeovers import wait_for
 from takeover_gpu import SIZES
 
-from leto_jax.config import state_root
-from leto_jax.errors import JobError
-from leto_jax.goodput import journal
 from leto_jax.manager import runtime
 from leto_jax.manager.client import ManagerClient
 from leto_jax.manager.store import gpu_of
@@ -83,20 +81,6 @@ class Meter:
         self._thread.join()
 
 
-def wait_for(job: str, process: subprocess.Popen, event: str, count: int = 1) -> dict[str, Any]:
-    """The `count`-th event of its name in the job's journal."""
-    end = time.monotonic() + DEADLINE_SECS
-    while time.monotonic() < end:
-        with contextlib.suppress(JobError):  # no journal yet
-            found = [line for line in journal.read(state_root() / job / "journal.jsonl") if line["event"] == event]
-            if len(found) >= count:
-                return found[count - 1]
-        if process.poll() is not None:
-            raise RuntimeError(f"the job ended with {process.returncode} before {event} number {count}")
-        time.sleep(0.05)
-    raise TimeoutError(f"no {event} number {count} within {DEADLINE_SECS:.0f} s")
-
-
 def arenas_of(job: str) -> int:
     """Bytes of device memory that the job's manager keeps."""
     with ManagerClient(runtime.job_dir(job) / runtime.SOCKET_NAME, "tool") as manager:
@@ -106,19 +90,18 @@ def arenas_of(job: str) -> int:
 def watch(size: str, device: str, ordinal: int, shadow: bool) -> tuple[Meter, dict[str, float]]:
     """One run, from start to end: what was used when, and the steady figures, in bytes."""
     job = f"memory-{uuid.uuid4().hex[:8]}"
-    options = _takeovers.command_line({**SIZES[size], "device": device, "log_every": 1000, "scan": True, "steps": 1_000_000})
-    script = str(Path(__file__).with_name("train_lm.py"))
-    command = [sys.executable, "-m", "leto_jax.cli", "run", "--job", job, "--shadow-level", "3" if shadow else "0", script, *options]
+    script = _runs.script({**SIZES[size], "device": device, "log_every": 1000, "scan": True, "steps": 1_000_000})
+    command = [sys.executable, "-m", "leto_jax.cli", "run", "--job", job, "--shadow-level", "3" if shadow else "0", *script]
     meter, found = Meter(ordinal), {}
     found["before"] = meter.steady()
     meter.mark("start")
     with subprocess.Popen(command, stdout=subprocess.DEVNULL) as process:
         try:
-            wait_for(job, process, "first_step")
+            wait_for(job, process, "first_step", secs=DEADLINE_SECS)
             meter.mark("first step")
             begin = meter.now
             if shadow:
-                wait_for(job, process, "ready")
+                wait_for(job, process, "ready", secs=DEADLINE_SECS)
                 meter.mark("shadow ready")
                 found["rehearsal"] = meter.most(begin)
             found["training"] = meter.steady()
@@ -126,9 +109,9 @@ def watch(size: str, device: str, ordinal: int, shadow: bool) -> tuple[Meter, di
                 _takeovers.ask_when_up(
                     job, {"op": "inject", "kind": "sigkill", "phase": "compute", "when_ready": True, "deadline_secs": 60.0}, process
                 )
-                wait_for(job, process, "takeover")
+                wait_for(job, process, "takeover", secs=DEADLINE_SECS)
                 meter.mark("takeover")
-                wait_for(job, process, "ready", 2)
+                wait_for(job, process, "ready", 2, secs=DEADLINE_SECS)
                 meter.mark("next shadow ready")
                 found["after_takeover"] = meter.steady()
             found["arenas"] = arenas_of(job)

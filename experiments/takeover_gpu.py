@@ -20,9 +20,12 @@ import time
 from pathlib import Path
 from typing import Annotated, Any
 
+import _runs
 import _takeovers
 import typer
 from _result import JsonOption, git_commit, write_result
+
+from leto_jax.config import compile_cache
 
 SIZES = {
     "0": {"width": 64, "depth": 2, "heads": 2, "context": 64, "batch": 4},  # to try the script with --device cpu
@@ -36,13 +39,8 @@ RESTART_SECS = 300.0
 def restarts(size: str, count: int, cache: str, device: str) -> list[dict[str, Any]]:
     """The anchor: saves once, then starts a fresh process `count` times. Returns what each printed."""
     script = str(Path(__file__).with_name("orbax_restart.py"))
-    options = _takeovers.command_line({**SIZES[size], "scan": True, "device": device})
-    environ = {
-        **os.environ,
-        "JAX_COMPILATION_CACHE_DIR": cache,
-        "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
-        "JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES": "-1",
-    }
+    options = _runs.command_line({**SIZES[size], "scan": True, "device": device})
+    environ = {**os.environ, **compile_cache(Path(cache))}
     shared_memory = Path("/dev/shm")
     fits = shared_memory.is_dir() and shutil.disk_usage(shared_memory).free > 1.3 * 12e9 * float(size)
     directory = tempfile.mkdtemp(prefix="orbax-", dir=shared_memory if fits else None)

@@ -17,7 +17,7 @@ from typing import Annotated, Any
 import typer
 
 from leto_jax import errors
-from leto_jax.config import METRICS_FILE, RECOVERY, Deadlines, Interval, Tiers, state_root
+from leto_jax.config import IN_PLACE, METRICS_FILE, RECOVERY, Deadlines, Interval, Tiers, state_root
 from leto_jax.config import deterministic as repeatable
 
 app = typer.Typer(
@@ -88,7 +88,7 @@ def run(
         typer.Option(
             "--recovery", help=f"How to go on after a failure: {', '.join(RECOVERY)}. All but the first train with plain programs."
         ),
-    ] = RECOVERY[0],
+    ] = IN_PLACE,
     spares: Annotated[
         int, typer.Option("--spares", help="Devices kept aside, for when one cannot go on: the state comes from the newest copy then.")
     ] = 0,
@@ -163,7 +163,6 @@ def run(
         deadlines=Deadlines(orphan_timeout=orphan_timeout_secs, body=body_timeout_secs, hang_floor=hang_floor_secs, init=init_timeout_secs),
         debug=debug,
         resume=str(resume.absolute()) if resume else "",
-        checkpoint_dir=tiers.directory,
         recovery=recovery,
         tiers=tiers,
         spares=spares,

@@ -94,10 +94,11 @@ class Deadlines:
     preempt: float = 600.0
 
 
-RECOVERY = ("in-place", "persistent", "host-memory", "host-memory+spare", "none")
+IN_PLACE = "in-place"
+RECOVERY = (IN_PLACE, "persistent", "host-memory", "host-memory+spare", "none")
 """Ways to go on after a failure (`leto run --recovery`). In all but the first the state is the trainer's own, as without leto_jax: plain programs, and
 a new process goes on from the newest copy that there is."""
-SPARES = ("in-place", "host-memory+spare")
+SPARES = (IN_PLACE, "host-memory+spare")
 """Those with a process that waits."""
 
 
@@ -152,7 +153,7 @@ class Process:
     job_dir: Path
     resume: str = ""
     shadow: bool = True
-    recovery: str = "in-place"
+    recovery: str = IN_PLACE
     tiers: Tiers = dataclasses.field(default_factory=Tiers)
 
     @staticmethod
@@ -181,7 +182,7 @@ class Process:
             job_dir=Path(found["LETO_JOB_DIR"]),
             resume=environ.get("LETO_RESUME", ""),
             shadow=environ.get("LETO_SHADOW", "1") == "1",
-            recovery=environ.get("LETO_RECOVERY", "in-place"),
+            recovery=environ.get("LETO_RECOVERY", IN_PLACE),
             tiers=Tiers(**json.loads(environ.get("LETO_TIERS", "{}"))),
         )
 
@@ -199,6 +200,15 @@ class Process:
             "LETO_RECOVERY": self.recovery,
             "LETO_TIERS": json.dumps(dataclasses.asdict(self.tiers)),
         }
+
+
+def compile_cache(directory: Path) -> dict[str, str]:
+    """The variables that make JAX keep what it compiles in `directory`, small programs too."""
+    return {
+        "JAX_COMPILATION_CACHE_DIR": str(directory),
+        "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
+        "JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES": "-1",
+    }
 
 
 def state_root(environ: Mapping[str, str] = os.environ) -> Path:

@@ -45,7 +45,7 @@ from leto_jax.arena.control import Control, Word
 from leto_jax.arena.memory import HostArena
 from leto_jax.arena.metadata import HostMetadata, LostRange
 from leto_jax.arena.rank import arena_names
-from leto_jax.config import METRICS_FILE, RECOVERY, SPARES, Deadlines, Process, Tiers
+from leto_jax.config import IN_PLACE, METRICS_FILE, SPARES, Deadlines, Process, Tiers, compile_cache
 from leto_jax.faults import Phase, Point
 from leto_jax.goodput import live
 from leto_jax.goodput.journal import Journal
@@ -83,8 +83,7 @@ class Settings:
     deadlines: Deadlines = dataclasses.field(default_factory=Deadlines)
     debug: bool = False
     resume: str = ""  # directory of checkpoints that a fresh state comes from
-    checkpoint_dir: str = ""  # where the state goes on SIGTERM
-    recovery: str = RECOVERY[0]
+    recovery: str = IN_PLACE
     tiers: Tiers = dataclasses.field(default_factory=Tiers)
     spares: int = 0
     metrics_port: int | None = None
@@ -237,9 +236,9 @@ class Agent:
         self._injection.serve(in_loop, self._shadow is not None and self._shadow.ready)
         if self._preempted and not self._preempt_asked:
             self._preempt_asked = True
-            self._say(f"SIGTERM: finishing the step, then a checkpoint in {self.settings.checkpoint_dir}")
+            self._say(f"SIGTERM: finishing the step, then a checkpoint in {self.settings.tiers.directory}")
             self._saving.refuse(errors.JobError("checkpoint: the job was told to end"))
-            self._saving.ask(self.settings.checkpoint_dir, self.settings.deadlines.preempt, last=True)
+            self._saving.ask(self.settings.tiers.directory, self.settings.deadlines.preempt, last=True)
         if self._saving.late() and (self._preempted or self.settings.only_checkpoint):
             self._finish(policy.GAVE_UP, "the checkpoint was not written in time")
         if time.monotonic() >= self._shadow_due:
@@ -322,7 +321,7 @@ class Agent:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(self._trainer.pid, signal.SIGINT)  # the terminal is the script's; a second Ctrl-C ends the job
             return
-        if number == signal.SIGTERM and self.settings.checkpoint_dir and not self._preempted and self._trainer is not None:
+        if number == signal.SIGTERM and self.settings.tiers.directory and not self._preempted and self._trainer is not None:
             self._preempted = True
             return
         self._finish(128 + number, f"{signal.Signals(number).name}")
@@ -543,9 +542,9 @@ class Agent:
             self._history.append(failure)
         action = decision.action
         if action is Action.SPARE:
-            self._say(f"{decision.reason}")
+            self._say(decision.reason)
             self._move()
-            action = {"ready": Action.PROMOTE, "loading": Action.WAIT, "none": Action.COLD}[shadow]
+            action = policy.successor(shadow).action
         on_spare = decision.action is Action.SPARE or (self._pending.path == "spare" and action is not Action.STOP)
         path = {Action.PROMOTE: "shadow", Action.WAIT: "late_shadow", Action.COLD: "cold", Action.STOP: "stop"}[action]
         self._pending.path = "spare" if on_spare else path
@@ -606,7 +605,7 @@ class Agent:
     @property
     def _in_place(self) -> bool:
         """Whether the state outlives the trainer."""
-        return self.settings.recovery == RECOVERY[0]
+        return self.settings.recovery == IN_PLACE
 
     def _promote(self) -> int:
         """Makes the ready shadow the trainer. Returns the new epoch.
@@ -980,13 +979,7 @@ def _say(text: str) -> None:
 
 def _cache_settings(environ: Mapping[str, str], job_dir: Path) -> dict[str, str]:
     """A persistent compilation cache for what the script jits itself, unless the user has chosen one; small programs too."""
-    if "JAX_COMPILATION_CACHE_DIR" in environ:
-        return {}
-    return {
-        "JAX_COMPILATION_CACHE_DIR": str(job_dir / CACHE),
-        "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
-        "JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES": "-1",
-    }
+    return {} if "JAX_COMPILATION_CACHE_DIR" in environ else compile_cache(job_dir / CACHE)
 
 
 def _gpu_settings(environ: Mapping[str, str]) -> dict[str, str]:

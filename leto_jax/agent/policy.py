@@ -116,6 +116,11 @@ def decide(
         )
     if limits.max_restarts is not None and len(history) >= limits.max_restarts:
         return Decision(Action.STOP, f"{len(history)} restarts were made (--max-restarts {limits.max_restarts})")
+    return successor(shadow)
+
+
+def successor(shadow: str) -> Decision:
+    """Who comes next. shadow: 'ready', 'loading' or 'none'."""
     if shadow == "ready":
         return Decision(Action.PROMOTE, "a shadow is ready")
     if shadow == "loading":

@@ -11,6 +11,7 @@ stays as it is meanwhile.
 from __future__ import annotations
 
 import base64
+import itertools
 import json
 import zlib
 from collections.abc import Callable, Iterable, Sequence
@@ -37,21 +38,23 @@ def names(rank: int) -> list[str]:
 
 def nbytes(form: Form) -> int:
     """Size of one generation."""
-    return _data_offset(form) + sum(round_up(leaf.nbytes, 64) for group in form.specs.values() for leaf in group)
+    return _offsets(form)[-1]
 
 
 class HostMemory:
     """Two arenas of `nbytes(form)` bytes. One process writes: whoever has the lease."""
 
     def __init__(self, form: Form, arenas: Sequence[Arena]):
-        self._form, self._arenas = form, arenas
+        self._form, self._arenas, self._offsets = form, arenas, _offsets(form)
 
     def versions(self) -> list[int]:
         """Steps of the complete copies, newest first. Whether their bytes are good shows when one is restored."""
         return sorted({record.step for record in map(_record, self._arenas) if record is not None}, reverse=True)
 
     def begin(self, step: int, leaves: Callable[[str], Iterable[np.ndarray]], position: bytes) -> Callable[[], None]:
-        """Copies the leaves over one generation, never over the newest but of the same step, and returns what is left to do, beside the training: checksums, header, record.
+        """Copies the leaves over one generation, never over the newest but of the same step.
+
+        Returns what is left to do, beside the training: checksums, header, record.
 
         Crash: this generation is void, the other one is not.
         Cost: one copy of the state, blocking.
@@ -61,11 +64,10 @@ class HostMemory:
         number = min(GENERATIONS, key=lambda n: (held[n] is not None, held[n] != step, held[n] or 0))
         arena = self._arenas[number]
         arena.store_record(Point.COPY_RECORD, 0, Record(Kind.COPY, index=number))
-        offset = _data_offset(self._form)
+        places = iter(self._offsets)
         for name, specs in self._form.specs.items():
-            for leaf, spec in zip(leaves(name), specs, strict=True):
-                arena.store(Point.COPY_DATA, offset, np.ascontiguousarray(leaf))
-                offset += round_up(spec.nbytes, 64)
+            for leaf, _ in zip(leaves(name), specs, strict=True):
+                arena.store(Point.COPY_DATA, next(places), np.ascontiguousarray(leaf))
 
         def finish() -> None:
             header = {
@@ -75,23 +77,20 @@ class HostMemory:
                 "leaves": self._form.describe(),
                 "crc32": [zlib.crc32(data) for data in self._data(arena)],
             }
-            header_text = json.dumps(header)
-            text = header_text.encode()
-            if BYTES + len(text) > _data_offset(self._form):
+            text = np.frombuffer(json.dumps(header).encode(), np.uint8)
+            if BYTES + text.size > self._offsets[0]:
                 raise errors.CheckpointError(
                     f"the data position of step {step} takes {len(position)} bytes, expected at most {POSITION_BYTES // 2}"
                 )
-            arena.store(Point.COPY_HEADER, BYTES, np.frombuffer(header_text.encode(), np.uint8))
-            arena.store_record(Point.COPY_RECORD, 0, Record(Kind.COPY, step=step, index=number, body=(1, len(text), zlib.crc32(text))))
+            arena.store(Point.COPY_HEADER, BYTES, text)
+            arena.store_record(Point.COPY_RECORD, 0, Record(Kind.COPY, step=step, index=number, body=(1, text.size, zlib.crc32(text))))
 
         return finish
 
     def restore(self, step: int) -> Frozen:
         """The copy of `step`, checked. Raises CheckpointError where it is not what was stored, LayoutError if it is of another model."""
-        arena = next(arena for arena in self._arenas if (found := _record(arena)) is not None and found.step == step)
-        record = _record(arena)
-        assert record is not None
-        text = arena.view(BYTES, min(record.body[1], _data_offset(self._form) - BYTES)).tobytes()
+        arena, record = next((arena, found) for arena in self._arenas if (found := _record(arena)) is not None and found.step == step)
+        text = arena.view(BYTES, min(record.body[1], self._offsets[0] - BYTES)).tobytes()
         if zlib.crc32(text) != record.body[2]:
             raise errors.CheckpointError("its header does not have its checksum")
         header = json.loads(text)
@@ -109,11 +108,8 @@ class HostMemory:
 
     def _data(self, arena: Arena) -> Iterable[np.ndarray]:
         """The bytes of each leaf."""
-        offset = _data_offset(self._form)
-        for group in self._form.specs.values():
-            for spec in group:
-                yield arena.view(offset, spec.nbytes)
-                offset += round_up(spec.nbytes, 64)
+        specs = itertools.chain.from_iterable(self._form.specs.values())
+        return (arena.view(offset, spec.nbytes) for offset, spec in zip(self._offsets[:-1], specs, strict=True))
 
 
 def _record(arena: Arena) -> Record | None:
@@ -122,6 +118,9 @@ def _record(arena: Arena) -> Record | None:
     return record if record is not None and record.body[0] == 1 else None
 
 
-def _data_offset(form: Form) -> int:
+def _offsets(form: Form) -> list[int]:
+    """Where each leaf lies, and the end of the last one."""
     described = form.describe()
-    return round_up(BYTES + len(json.dumps(described)) + 12 * len(described) + 256 + POSITION_BYTES, 4096)
+    first = round_up(BYTES + len(json.dumps(described)) + 12 * len(described) + 256 + POSITION_BYTES, 4096)
+    sizes = (round_up(spec.nbytes, 64) for group in form.specs.values() for spec in group)
+    return list(itertools.accumulate(sizes, initial=first))

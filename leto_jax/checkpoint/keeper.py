@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import functools
 import sys
 import time
 from collections.abc import Callable, Iterable
@@ -121,23 +123,12 @@ def newest(form: Form, host: HostMemory | None, directories: Iterable[str]) -> t
 
     Raises LayoutError if a checkpoint is of another model. What is damaged is passed over for the next older one, with a warning.
     """
-    candidates: list[tuple[int, int, str]] = []
+    found: list[tuple[int, bool, str, Callable[[], Frozen]]] = []
     if host is not None:
-        candidates += [(step, 1, "") for step in host.versions()]
+        found += [(step, True, "host memory", functools.partial(host.restore, step)) for step in host.versions()]
     for directory in directories:
-        try:
-            candidates += [(step, 0, directory) for step in persistent.versions(directory)]
-        except errors.CheckpointError:
-            continue  # nothing was written there yet
-    for step, from_host, directory in sorted(candidates, reverse=True):
-        what = "host memory" if from_host else directory
-        try:
-            if from_host:
-                assert host is not None
-                return host.restore(step), what
-            return persistent.restore_version(form, directory, step), what
-        except errors.LayoutError:
-            raise
-        except Exception as exception:  # whatever storage or damaged bytes come up with: the next older one may be good
-            persistent.pass_over(step, what, exception)
-    return None
+        with contextlib.suppress(errors.CheckpointError):  # nothing was written there yet
+            for step in persistent.versions(directory):
+                found.append((step, False, directory, functools.partial(persistent.restore_version, form, directory, step)))
+    found.sort(key=lambda item: item[:3], reverse=True)  # of equal steps the one in memory, which is read sooner
+    return persistent.first_good((step, where, load) for step, _, where, load in found)

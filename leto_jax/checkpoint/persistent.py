@@ -11,9 +11,10 @@ from __future__ import annotations
 
 import base64
 import contextlib
+import functools
 import logging
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -73,24 +74,32 @@ def restore(form: Form, directory: str | Path, warn: Callable[[str], None] | Non
     Raises LayoutError if it is of another model or optimizer (the first leaf that differs is named), CheckpointError if no version is good.
     Cost: Orbax', and a SHA-256 of the state.
     """
-    found = versions(directory)
-    for step in found:
-        try:
-            return restore_version(form, directory, step)
-        except errors.LayoutError:
-            raise
-        except Exception as exception:  # whatever Orbax, its storage or damaged bytes come up with: the next older one may be good
-            pass_over(step, str(directory), exception, warn)
+    found, where = versions(directory), str(directory)
+    good = first_good([(step, where, functools.partial(restore_version, form, directory, step)) for step in found], warn)
+    if good is not None:
+        return good[0]
     raise errors.CheckpointError(
         f"no version in {directory} can be restored ({'found ' + ', '.join(map(str, found)) if found else 'there is none'}); name another directory"
     )
 
 
-def pass_over(step: int, where: str, exception: Exception, warn: Callable[[str], None] | None = None) -> None:
-    """Says that a version is not used, and why."""
-    lines = str(exception).strip().splitlines()
-    text = f"checkpoint {step} in {where} is passed over: {type(exception).__name__}: {lines[0] if lines else 'no message'}"
-    (warn or (lambda text: print(f"leto: {text}", file=sys.stderr, flush=True)))(text)
+def first_good(
+    candidates: Iterable[tuple[int, str, Callable[[], Frozen]]], warn: Callable[[str], None] | None = None
+) -> tuple[Frozen, str] | None:
+    """The first of (step, where it lies, what reads and checks it) that is good, and where; None if none is. What is not is said.
+
+    Raises LayoutError if one is of another model: then the others are, too.
+    """
+    warn = warn or (lambda text: print(f"leto: {text}", file=sys.stderr, flush=True))
+    for step, where, load in candidates:
+        try:
+            return load(), where
+        except errors.LayoutError:
+            raise
+        except Exception as exception:  # whatever storage or damaged bytes come up with: the next older one may be good
+            lines = str(exception).strip().splitlines()
+            warn(f"checkpoint {step} in {where} is passed over: {type(exception).__name__}: {lines[0] if lines else 'no message'}")
+    return None
 
 
 def restore_version(form: Form, directory: str | Path, step: int) -> Frozen:

@@ -95,6 +95,11 @@ class Journal:
         self._file.close()
 
 
+def whole_lines(content: bytes) -> list[bytes]:
+    """The lines of a file that is appended to, without one that is still torn."""
+    return content[: content.rfind(b"\n") + 1].splitlines()
+
+
 def read(path: Path) -> list[dict[str, Any]]:
     """All whole events of a journal, oldest first. Raises JobError if there is no such journal."""
     try:
@@ -103,9 +108,8 @@ def read(path: Path) -> list[dict[str, Any]]:
         raise errors.JobError(
             f"journal: expected one at {path}, found {exception.strerror or exception}; `leto ls --all` lists jobs with a journal"
         ) from exception
-    lines = content[: content.rfind(b"\n") + 1].splitlines()
     events = []
-    for number, line in enumerate(lines):
+    for number, line in enumerate(whole_lines(content)):
         try:
             events.append(json.loads(line))
         except json.JSONDecodeError as exception:

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from leto_jax import errors
+from leto_jax.goodput import journal
 
 Event = Mapping[str, Any]
 PRODUCTIVE, LOST, WAITING = "#4c72b0", "#c44e52", "#ccb974"
@@ -43,10 +44,7 @@ def write(report: Mapping[str, Any], events: Sequence[Event], rows: Sequence[Map
 
 def read_rows(path: Path) -> list[dict[str, Any]]:
     """The rows of a metrics file; none if there is no such file. A torn last row is left out."""
-    if not path.is_file():
-        return []
-    text = path.read_bytes()
-    return [json.loads(line) for line in text[: text.rfind(b"\n") + 1].splitlines()]
+    return [json.loads(line) for line in journal.whole_lines(path.read_bytes())] if path.is_file() else []
 
 
 def recoveries(events: Sequence[Event]) -> list[tuple[float, float, float]]:

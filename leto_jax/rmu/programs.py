@@ -506,12 +506,11 @@ def inspected(grad: Array) -> tuple[Array, Array]:
         grad = jnp.stack([grad.real, grad.imag], axis=-1)
     unsigned = jnp.dtype(f"uint{8 * min(grad.dtype.itemsize, 4)}")
     words = jax.lax.bitcast_convert_type(grad, unsigned).astype(jnp.uint32).reshape(-1)
-    weighted = (words ^ (words >> 16)) * (jax.lax.broadcasted_iota(jnp.uint32, words.shape, 0) + 1)
-    zero = jnp.uint32(0)
     if words.shape != squares.shape:
-        first, second = jax.lax.reduce((words, weighted), (zero, zero), lambda a, b: (a[0] + b[0], a[1] + b[1]), (0,))
-        return jnp.sum(squares), jnp.stack([first, second])
-    add = lambda a, b: (a[0] + b[0], a[1] + b[1], a[2] + b[2])
+        return jnp.sum(squares), codec.page_checksums(words)
+    # `codec.page_checksums` in the same pass as the squares.
+    weighted = (words ^ (words >> 16)) * (jax.lax.broadcasted_iota(jnp.uint32, words.shape, 0) + 1)
+    zero, add = jnp.uint32(0), lambda a, b: (a[0] + b[0], a[1] + b[1], a[2] + b[2])
     total, first, second = jax.lax.reduce((squares, words, weighted), (jnp.float32(0), zero, zero), add, (0,))
     return total, jnp.stack([first, second])
 

@@ -16,7 +16,6 @@ import numpy as np
 import optax
 
 from leto_jax import errors
-from leto_jax.arena import views
 from leto_jax.arena.control import Word
 from leto_jax.checkpoint.frozen import GROUPS, Form
 from leto_jax.config import METRICS_FILE
@@ -25,10 +24,9 @@ from leto_jax.layout import LeafSpec
 from leto_jax.rmu import programs
 from leto_jax.rmu.programs import StepSpec
 from leto_jax.shadow.inject import Injector
-from leto_jax.train import data
-from leto_jax.train.device import count_compiles, only_device
+from leto_jax.train.device import count_compiles
 from leto_jax.train.rows import MetricsFile
-from leto_jax.train.session import RESTORED, Session, stored_batch
+from leto_jax.train.session import RESTORED, Session
 from leto_jax.train.state import State
 
 PyTree = Any
@@ -76,13 +74,8 @@ class PlainSession(Session):
         process, member = self._process, self._member
         assert process is not None
         assert member is not None
-        self._device = only_device()
-        self._gpu = views.gpu_number(self._device)
-        self._key = self._key if programs.is_key(self._key) else jax.random.wrap_key_data(self._key)
-        self._key_data = jax.random.key_data(self._key)
-        self._source = data.source(self._dataset)
-        self._example = data.source(self._dataset).next(1)  # for its shapes; drawn from an iterator of its own
-        self._batch_specs, self._batch_tree = programs.leaf_specs(self._example), jax.tree_util.tree_structure(self._example)
+        self._key, example = self._look_around()
+        self._example_form = programs.leaf_specs(example), jax.tree_util.tree_structure(example)
         self._compiles = count_compiles()
         make = jax.jit(self._first_state)
         specs: dict[str, Sequence[LeafSpec]] = {}
@@ -93,13 +86,13 @@ class PlainSession(Session):
             return groups
 
         shapes = jax.eval_shape(described, self._key)
-        self._plain_form = Form(specs, {name: jax.tree_util.tree_structure(tree) for name, tree in zip(GROUPS, shapes, strict=True)})
+        self._form = Form(specs, {name: jax.tree_util.tree_structure(tree) for name, tree in zip(GROUPS, shapes, strict=True)})
         step = jax.jit(plain_step(self._step.spec), donate_argnums=0)
-        self._run = step.lower(shapes, self._example, self._key, jnp.int32(0)).compile()
+        self._run = step.lower(shapes, example, self._key, jnp.int32(0)).compile()
         control = self._control = member.control()
         self._injector = Injector(control, 1, self._gpu)
         if process.role == "shadow":
-            self._rehearse_plainly()
+            self._rehearse_plainly(make, example)
             member.event("ready", level=3, note="", bytes=0)
             member.wait_for_promotion()
         began, compiles = time.monotonic_ns(), self._compiles()
@@ -130,30 +123,23 @@ class PlainSession(Session):
         companions = {name: jax.tree.map(make, params) for name, (make, _) in sorted(spec.after_update.items())}
         return params, spec.tx.init(params), companions, extras
 
-    def _rehearse_plainly(self) -> None:
+    def _rehearse_plainly(self, make: Callable[[jax.Array], Groups], example: PyTree) -> None:
         """A spare's: everything has run once. Cost: memory of one state, freed at the end."""
-        groups = jax.jit(self._first_state)(self._key)
-        groups, *_ = self._run(groups, self._example, self._key, jnp.int32(1))
-        state = State(dict(zip(GROUPS, groups, strict=True)).__getitem__, 1)
+        groups, *_ = self._run(make(self._key), example, self._key, jnp.int32(1))
         for function in self._warm:
-            jax.block_until_ready(function(state, self._example))
+            jax.block_until_ready(function(_state(groups, 1), example))
         jax.block_until_ready(groups)
 
     def _restored(self, name: str, leaves: Sequence[np.ndarray]) -> PyTree:
         typed = [
             programs.from_storage(jax.device_put(leaf, self._device), spec)
-            for leaf, spec in zip(leaves, self._plain_form.specs[name], strict=True)
+            for leaf, spec in zip(leaves, self._form.specs[name], strict=True)
         ]
-        return jax.block_until_ready(jax.tree_util.tree_unflatten(self._plain_form.trees[name], typed))
+        return jax.block_until_ready(jax.tree_util.tree_unflatten(self._form.trees[name], typed))
 
     @property
-    def _form(self) -> Form:
-        return self._plain_form
-
-    def _checked(self, batch: PyTree, step: int) -> list[np.ndarray]:
-        canonical = data.canonical(batch)
-        self._require_batch(canonical, self._batch_specs, self._batch_tree, step)
-        return stored_batch(canonical)
+    def _batch_form(self) -> tuple[tuple[LeafSpec, ...], Any]:
+        return self._example_form
 
     def _position(self) -> bytes:
         return self._source.position()
@@ -163,7 +149,7 @@ class PlainSession(Session):
 
     def _advance(self, step: int, leaves: Sequence[np.ndarray]) -> None:
         self._at(Phase.COMPUTE, step, -1)
-        batch = jax.tree_util.tree_unflatten(self._batch_tree, list(leaves))
+        batch = jax.tree_util.tree_unflatten(self._batch_form[1], leaves)
         self._groups, loss, metrics, finite = self._run(self._groups, batch, self._key, jnp.int32(step))
         jax.block_until_ready(self._groups)
         self._last_loss, self._last_metrics = float(loss), metrics
@@ -175,7 +161,7 @@ class PlainSession(Session):
         self._at(Phase.BODY, step, -1)
 
     def _view(self) -> State:
-        return State(dict(zip(GROUPS, self._groups, strict=True)).__getitem__, self._commit)
+        return _state(self._groups, self._commit)
 
     def _leaves(self, group: str) -> Iterable[np.ndarray]:
         tree = self._groups[GROUPS.index(group)]
@@ -193,3 +179,7 @@ class PlainSession(Session):
 
     def _loss(self) -> float:
         return self._last_loss
+
+
+def _state(groups: Groups, commit: int) -> State:
+    return State(dict(zip(GROUPS, groups, strict=True)).__getitem__, commit)

@@ -21,7 +21,7 @@ from leto_jax.arena.control import Control, Word
 from leto_jax.arena.rank import Arenas, private_arenas
 from leto_jax.checkpoint import frozen
 from leto_jax.checkpoint.frozen import Form, Frozen
-from leto_jax.config import METRICS_FILE, RECOVERY, Process, Protection, for_gpu
+from leto_jax.config import IN_PLACE, METRICS_FILE, Process, Protection, for_gpu
 from leto_jax.faults import Phase
 from leto_jax.layout import LeafSpec
 from leto_jax.records import Kind
@@ -75,7 +75,7 @@ def session(
     if not isinstance(steps, int) or steps < 1:
         raise errors.UsageError(f"session: steps: expected a positive int, found {steps!r}")
     process = Process.from_environ()
-    if process is not None and process.recovery != RECOVERY[0] and process.role != "plan":
+    if process is not None and process.recovery != IN_PLACE and process.role != "plan":
         from leto_jax.train.plain import PlainSession
 
         return PlainSession(init, step, dataset, key, steps, tuple(warm), protection)
@@ -150,13 +150,17 @@ class Session:
             raise
         return self
 
-    def _enter(self) -> None:
+    def _look_around(self) -> tuple[jax.Array, PyTree]:
+        """Finds out about device and data; the base key as a typed one, and a batch for its shapes, drawn from an iterator of its own."""
         self._device = only_device()
         self._gpu = views.gpu_number(self._device)
         key = self._key if programs.is_key(self._key) else jax.random.wrap_key_data(self._key)
         self._key_data = jax.random.key_data(key)
         self._source = data.source(self._dataset)
-        batch = data.source(self._dataset).next(1)  # for its shapes; drawn from an iterator of its own
+        return key, data.source(self._dataset).next(1)
+
+    def _enter(self) -> None:
+        key, batch = self._look_around()
         if self._gpu is None:
             protection = self._protection or Protection()
         else:
@@ -580,6 +584,11 @@ class Session:
     def _form(self) -> Form:
         return frozen.form_of(self._job)
 
+    @property
+    def _batch_form(self) -> tuple[tuple[LeafSpec, ...], Any]:
+        """The leaves of a batch, and the tree that they make."""
+        return self._job.layout.spec.batch, self._job.trees.batch
+
     def _advance(self, step: int, leaves: Sequence[np.ndarray]) -> None:
         """From commit `step - 1` to commit `step`."""
         self._transaction.step(step, leaves, self._key_data)
@@ -669,14 +678,9 @@ class Session:
 
     def _checked(self, batch: PyTree, step: int) -> list[np.ndarray]:
         """A batch's leaves in storage form. Raises UsageError naming the first leaf that is not as planned."""
-        canonical = data.canonical(batch)
-        self._require_batch(canonical, self._job.layout.spec.batch, self._job.trees.batch, step)
-        return stored_batch(canonical)
-
-    @staticmethod
-    def _require_batch(batch: PyTree, expected: Sequence[LeafSpec], tree: Any, step: int) -> None:
-        found = programs.leaf_specs(batch)
-        if jax.tree_util.tree_structure(batch) != tree or found != tuple(expected):
+        canonical, (expected, tree) = data.canonical(batch), self._batch_form
+        found = programs.leaf_specs(canonical)
+        if jax.tree_util.tree_structure(canonical) != tree or found != expected:
             pair = next(((a, b) for a, b in zip(expected, found, strict=False) if a != b), None)
             detail = (
                 f"expected {pair[0].describe()}, found {pair[1].describe()}"
@@ -686,6 +690,7 @@ class Session:
             raise errors.UsageError(
                 f"batch of step {step}: {detail}; every batch must have the shapes of the first one (drop or pad the last, partial one)"
             )
+        return stored_batch(canonical)
 
     def _metrics_of(self, retained: Retained, commit: int) -> dict[str, jax.Array]:
         return user_tree(retained.metrics(commit), retained.layout.spec.metrics, self._job.trees.metrics, self._device)
