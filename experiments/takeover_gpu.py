@@ -31,7 +31,7 @@ SIZES = {
     "0": {"width": 64, "depth": 2, "heads": 2, "context": 64, "batch": 4},  # to try the script with --device cpu
     "0.1": {"width": 768, "depth": 14, "heads": 12, "context": 512, "batch": 16},
     "1": {"width": 2048, "depth": 21, "heads": 32, "context": 512, "batch": 8},
-    "4": {"width": 4096, "depth": 20, "heads": 64, "context": 512, "batch": 4},
+    "4": {"width": 4096, "depth": 20, "heads": 64, "context": 512, "batch": 2},
 }
 RESTART_SECS = 300.0
 
@@ -83,6 +83,7 @@ def main(
             rows += _takeovers.rows(taken, billions=float(size), plain_step_secs=plain)
             median = statistics.median(item["takeover_secs"] for item in taken)
             print(f"{size}B: takeover {median:.3f} s, plain step {plain:.3f} s; {time.monotonic() - begin:.0f} s", flush=True)
+            write(rows, found, plain, sizes, kills, restart_count, seed, commit, json_path, device_name)
             try:
                 anchors = restarts(size, restart_count, directory, device) if restart_count else []
             except (subprocess.SubprocessError, OSError, ValueError) as exception:

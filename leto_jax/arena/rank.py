@@ -86,16 +86,25 @@ def private_arenas(layout: Layout, gpu: int | None = None) -> Arenas:
         return arenas
 
 
+def scratch_bytes(layout: Layout) -> int:
+    """How much device memory `scratch_arenas` takes on a GPU, but for what is mapped over and over."""
+    gradients = layout.by_name["gradients"]
+    return gradients.offset + gradients.nbytes
+
+
 def scratch_arenas(layout: Layout, gpu: int | None = None) -> Arenas:
-    """Private arenas for programs whose results do not matter. On a GPU everything from the gradients on is one small piece of memory, mapped
-    over and over: addresses as large as the state, and next to no memory. On the CPU they are as large as the state."""
+    """Private arenas for programs whose results do not matter. On a GPU everything behind the gradients is one small piece of memory, mapped
+    over and over: addresses as large as the state, and little memory. On the CPU they are as large as the state.
+
+    The gradients are real: XLA keeps intermediate values of compute where it will write them, and a kernel whose blocks wait for each other by
+    counters there would wait for ever if they were also somewhere else (seen on an H200)."""
     if gpu is None:
         return private_arenas(layout)
     from leto_jax.arena import cuda
     from leto_jax.arena.device import SCRATCH_BYTES, DeviceArena
 
     unit = cuda.granularity(gpu)
-    kept = layout.by_name["gradients"].offset
+    kept = scratch_bytes(layout)
     with contextlib.ExitStack() as opened:
 
         def make(nbytes: int) -> int:

@@ -110,9 +110,11 @@ class Transaction:
         retained, header = self.retained, self.retained.region("gradient_header")
         self._device.store_record(Point.GRADIENTS_CLEAR, header, Record(Kind.GRADIENTS, self.epoch, 0))
         for _ in range(MAX_COMPUTES):
-            outputs = self._compute((retained.seen_params(step - 1), retained.extras(step - 1), list(batch), key, np.int32(step)))
+            outputs = self._compute(step, (retained.seen_params(step - 1), retained.extras(step - 1), list(batch), key, np.int32(step)))
             self.at(Phase.COMPUTE, step, -1)
             damaged = self._scrub(step - 1)
+            self.wait_drained()
+            self._announce(step)
             jax.block_until_ready(outputs)
             if not damaged:
                 break  # else compute may have read a damaged page: it was repaired, run it again
@@ -144,7 +146,7 @@ class Transaction:
                 f"gradient record: expected step {step}, epoch {self.epoch}, found {header}; no intent was stored, the step can be redone"
             )
         loss, sumsq = (np.float32(records.bits_float(word)) for word in header.body[:2])
-        decided = self._run["decide"](self._grads(), *retained.decided_from(step - 1), loss, sumsq, np.int32(step))
+        decided = self._decided(step, loss, sumsq)
         self.wait_drained()
         self._announce(step)
         shared, values, verdict = jax.device_get(decided)
@@ -250,9 +252,9 @@ class Transaction:
                 self._device.store(Point.FILL_LANES, region.offset, np.zeros(region.nbytes, np.uint8))
 
     def _announce(self, step: int) -> None:
-        """The host copy of all parity is current, and decide has begun for `step`."""
+        """The host copy of all parity is current, and `step` has begun."""
 
-    def _compute(self, arguments: tuple) -> tuple:
+    def _compute(self, step: int, arguments: tuple) -> tuple:
         return self._run["compute"](*arguments)
 
     def _grads(self) -> Sequence[jax.Array]:
@@ -261,6 +263,10 @@ class Transaction:
     def _inspected(self) -> tuple[jax.Array, jax.Array]:
         """Of the retained gradients: their sum of squares, and the checksum of each part."""
         return self._run["inspect"](self._grads())
+
+    def _decided(self, step: int, loss: np.float32 | jax.Array, sumsq: np.float32 | jax.Array) -> tuple:
+        """Shared scalars, values and verdict of `step`, from the retained gradients and their record's loss and sum of squares."""
+        return self._run["decide"](self._grads(), *self.retained.decided_from(step - 1), loss, sumsq, np.int32(step))
 
     def _store(self, point: Point, offset: int, leaf) -> None:
         """What a program has made goes to its place."""

@@ -41,8 +41,8 @@ def rehearse(
     """Fills scratch arenas, trains two steps on zeros, crashes before the third update, recovers; then calls each of `use` with the result.
 
     So all programs, both address sets and the takeover path have run once. Returns '' or why it was not done.
-    Cost: on the CPU memory of one state, freed at the end, and one compute, whose result stands for the others; on a GPU next to no memory,
-    and the time of three steps.
+    Cost: on the CPU memory of one state, freed at the end, and one compute, whose result stands for the others; on a GPU memory of the
+    gradients, and the time of three steps.
     """
     gpu = views.gpu_number(device)
     if gpu is None:

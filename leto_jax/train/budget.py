@@ -8,6 +8,7 @@ from typing import Any
 
 from leto_jax import errors
 from leto_jax.arena import cuda
+from leto_jax.arena.rank import scratch_bytes
 from leto_jax.layout import Layout
 
 CONTEXT_BYTES = 640 << 20  # of a process with CUDA, cuBLAS and its loaded programs; measured: 0.53 GiB idle
@@ -30,7 +31,7 @@ def rows(layout: Layout, temporary: int, shadow: bool) -> list[tuple[str, int, s
     return [
         ("retained", layout.device_bytes, "state, gap, gradients, staging, log"),
         ("trainer", temporary, "the largest program's temporary memory"),
-        ("shadow", shadow * (CONTEXT_BYTES + temporary), "its context, and the same while it rehearses"),
+        ("shadow", shadow * (CONTEXT_BYTES + scratch_bytes(layout) + temporary), "its context; while it rehearses gradients, and the same"),
         ("margin", MARGIN_BYTES, "the driver, fragments, what the script itself keeps"),
     ]
 
@@ -64,6 +65,9 @@ def print_plan(layout: Layout, gpu: int | None) -> None:
         table.add_row(what, f"{nbytes / 2**20:.2f}", note)
     scratch, note = layout.device_bytes + layout.host_bytes, "its own memory; one rehearsal on scratch arenas"
     if gpu is not None:
-        scratch, note = CONTEXT_BYTES, "its CUDA context; what its programs take while it rehearses comes on top"
+        scratch, note = (
+            CONTEXT_BYTES + scratch_bytes(layout),
+            "its CUDA context, gradients; what its programs take while it rehearses comes on top",
+        )
     table.add_row("shadow, while it gets ready", f"{scratch / 2**20:.2f}", note)
     Console(width=120).print(table)

@@ -11,6 +11,7 @@ from test_records import small_layout
 
 from leto_jax import errors
 from leto_jax.arena import cuda
+from leto_jax.arena.rank import scratch_bytes
 from leto_jax.rmu.programs import Program
 from leto_jax.shadow import executables
 from leto_jax.train import budget
@@ -41,7 +42,7 @@ def test_the_table_is_printed_and_adds_up(device, capsys):
     layout = small_layout()
     budget.check(layout, {"a": program(2 * GIB, 0, 0)}, 3, shadow=True)
     said = capsys.readouterr().err
-    needed = layout.device_bytes + 4 * GIB + budget.CONTEXT_BYTES + budget.MARGIN_BYTES
+    needed = layout.device_bytes + scratch_bytes(layout) + 4 * GIB + budget.CONTEXT_BYTES + budget.MARGIN_BYTES
     assert f"leto: GPU 3: 100.00 of 140.00 GiB are free, {needed / GIB:.2f} are needed" in said
     assert {what: nbytes for what, nbytes, _ in budget.rows(layout, 2 * GIB, shadow=False)}["shadow"] == 0
     assert sum(nbytes for _, nbytes, _ in budget.rows(layout, 2 * GIB, shadow=True)) == needed
