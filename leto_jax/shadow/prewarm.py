@@ -10,7 +10,7 @@ import numpy as np
 
 from leto_jax import errors
 from leto_jax.arena import views
-from leto_jax.arena.rank import scratch_arenas
+from leto_jax.arena.rank import Arenas, scratch_arenas
 from leto_jax.manager import limits
 from leto_jax.records import Kind, Record
 from leto_jax.rmu import rollforward
@@ -40,7 +40,7 @@ def rehearse(
 ) -> str:
     """Fills scratch arenas, trains two steps on zeros, crashes before the third update, recovers; then calls each of `use` with the result.
 
-    So all programs, both address sets and the takeover path have run once. Returns '' or why it was not done.
+    So all programs, both address sets and the takeover path have run once. Returns '' or why it was not done: too little memory, for one.
     Cost: on the CPU memory of one state, freed at the end, and one compute, whose result stands for the others; on a GPU memory of the
     gradients, and the time of three steps.
     """
@@ -52,38 +52,57 @@ def rehearse(
         limits.check(nbytes, "rehearsing a takeover on scratch memory")
     except errors.MemoryBudgetError as exception:
         return str(exception)
-    arenas = scratch_arenas(job.layout, gpu)
     try:
-        retained = Retained(job, arenas.device, arenas.host, arenas.metadata, device)
-        transaction = make_transaction(retained, run, epoch=1, at=lambda *_: None)
-        if gpu is not None:
-            transaction.scrub_bytes = 0  # scratch memory is mapped over and over: no page of it is what it was
-        transaction.fill(0, *transaction.init(key))
-        batch, commit = blank_batch(job), 0
-        for _ in range(2):
-            transaction.compute(commit + 1, batch, key)
-            try:
-                intent = transaction.decide(commit + 1)
-            except errors.NonFiniteLossError:  # zeros, or what scratch memory holds, may not suit the loss
-                intent = Record(Kind.INTENT, 1, commit + 1, body=(*retained.digest(commit + 1), len(job.layout.chunks)))
-            commit += 1
-            transaction.update(commit, intent)
-            transaction.commit(commit, intent)
-            transaction.drain(commit)
-        transaction.compute(commit + 1, batch, key)
-        with contextlib.suppress(errors.NonFiniteLossError):
-            transaction.decide(commit + 1)
-        transaction.close()
-        again = make_transaction(retained, run, epoch=2, at=lambda *_: None)
-        if gpu is None:
-            commit = rollforward.recover(retained, again).commit or 0
-        else:
-            retained.picture(again.gradient_sums)
-            for piece in {piece.row_bytes: piece for piece in job.layout.pieces}.values():
-                jax.block_until_ready(again.checksums(piece, commit))
-        again.close()
-        for function in use:
-            function(retained, commit)
+        arenas = scratch_arenas(job.layout, gpu)
+    except errors.MemoryBudgetError as exception:
+        return str(exception)
+    try:
+        _rehearse(job, run, key, device, use, arenas)
         return ""
+    except jax.errors.JaxRuntimeError as exception:
+        if "RESOURCE_EXHAUSTED" not in str(exception):
+            raise
+        return f"no memory to rehearse: {str(exception).splitlines()[0]}"
     finally:
         arenas.close()
+
+
+def _rehearse(
+    job: Job,
+    run: Mapping[str, Callable],
+    key: jax.Array,
+    device: jax.Device,
+    use: Sequence[Callable[[Retained, int], None]],
+    arenas: Arenas,
+) -> None:
+    gpu = views.gpu_number(device)
+    retained = Retained(job, arenas.device, arenas.host, arenas.metadata, device)
+    transaction = make_transaction(retained, run, epoch=1, at=lambda *_: None)
+    if gpu is not None:
+        transaction.scrub_bytes = 0  # scratch memory is mapped over and over: no page of it is what it was
+    transaction.fill(0, *transaction.init(key))
+    batch, commit = blank_batch(job), 0
+    for _ in range(2):
+        transaction.compute(commit + 1, batch, key)
+        try:
+            intent = transaction.decide(commit + 1)
+        except errors.NonFiniteLossError:  # zeros, or what scratch memory holds, may not suit the loss
+            intent = Record(Kind.INTENT, 1, commit + 1, body=(*retained.digest(commit + 1), len(job.layout.chunks)))
+        commit += 1
+        transaction.update(commit, intent)
+        transaction.commit(commit, intent)
+        transaction.drain(commit)
+    transaction.compute(commit + 1, batch, key)
+    with contextlib.suppress(errors.NonFiniteLossError):
+        transaction.decide(commit + 1)
+    transaction.close()
+    again = make_transaction(retained, run, epoch=2, at=lambda *_: None)
+    if gpu is None:
+        commit = rollforward.recover(retained, again).commit or 0
+    else:
+        retained.picture(again.gradient_sums)
+        for piece in {piece.row_bytes: piece for piece in job.layout.pieces}.values():
+            jax.block_until_ready(again.checksums(piece, commit))
+    again.close()
+    for function in use:
+        function(retained, commit)
