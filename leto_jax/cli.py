@@ -119,8 +119,8 @@ def run(
     from leto_jax.agent.policy import Limits
     from leto_jax.manager import runtime
 
-    if nproc_per_node != 1:
-        _later(f"--nproc-per-node {nproc_per_node}", "one rank per job; several ranks come with the many-ranks issue")
+    if nproc_per_node < 1:
+        raise errors.UsageError(f"--nproc-per-node: expected 1 or more, found {nproc_per_node}")
     if nnodes != 1 or rdzv_endpoint is not None:
         _later("--nnodes, --rdzv-endpoint", "one machine; several nodes come in a later issue")
     if shadow_level not in ("auto", "3", "0"):
@@ -150,6 +150,8 @@ def run(
         )
     tiers = Tiers(str(checkpoint_dir.absolute()) if checkpoint_dir else "", checkpoint_every, keep, not synchronous, copy_every, mttf_secs)
     _check_tiers(recovery, tiers, resume)
+    if nproc_per_node > 1:
+        _check_ranks(nproc_per_node, recovery, tiers, spares, resume, debug)
     environ = repeatable(os.environ) if deterministic else dict(os.environ)
     if plan:
         sys.exit(_plan(str(path), context.args, name, environ))
@@ -158,6 +160,7 @@ def run(
         script=str(path.absolute()),
         arguments=tuple(context.args),
         job_dir=state_root() / name,
+        ranks=nproc_per_node,
         shadow=shadow_level != "0" and not debug,
         limits=Limits(max_restarts, max_restarts_without_progress),
         deadlines=Deadlines(orphan_timeout=orphan_timeout_secs, body=body_timeout_secs, hang_floor=hang_floor_secs, init=init_timeout_secs),
@@ -198,6 +201,24 @@ def _check_tiers(recovery: str, tiers: Tiers, resume: Path | None) -> None:
         raise errors.UsageError(
             f"--checkpoint-dir: {directory} holds checkpoints already, up to step {found[-1]}; go on from them with --resume {directory}, or name another"
         )
+
+
+def _check_ranks(ranks: int, recovery: str, tiers: Tiers, spares: int, resume: Path | None, debug: bool) -> None:
+    """Raises UsageError for what is for one rank only. Warns of more ranks than CPUs."""
+    given = {
+        f"--recovery {recovery}": recovery != IN_PLACE,
+        "--checkpoint-every": bool(tiers.every),
+        "--checkpoint-dir": bool(tiers.directory),
+        "--copy-every": bool(tiers.copies_every),
+        "--spares": spares > 0,
+        "--resume": resume is not None,
+        "--debug": debug,
+    }
+    for option, used in given.items():
+        if used:
+            raise errors.UsageError(f"{option}: expected one rank with it, found --nproc-per-node {ranks}; leave one of the two out")
+    if ranks > (cpus := len(os.sched_getaffinity(0))):
+        print(f"leto: --nproc-per-node {ranks}: only {cpus} CPUs are there, ranks will wait for each other", file=sys.stderr, flush=True)
 
 
 def _plan(script: str, arguments: list[str], job: str, environ: Mapping[str, str]) -> int:
@@ -287,6 +308,7 @@ def inject(
     chunk: Annotated[int | None, typer.Option("--chunk", help="Phase update: when so many chunks carry their mark.")] = None,
     when_ready: Annotated[bool, typer.Option("--when-ready", help="Wait until a shadow is ready.")] = False,
     timeout_secs: Annotated[float, typer.Option("--timeout-secs", help="How long to wait for the moment.")] = Deadlines.inject_wait,
+    rank: Annotated[int, typer.Option("--rank", help="The rank that fails.")] = 0,
     job: Job = None,
     json: AsJson = False,
 ) -> None:
@@ -301,11 +323,18 @@ def inject(
         raise errors.UsageError(f"--phase: expected one of {', '.join(phases)}, found {phase!r}")
     if chunk is not None and phase != "update":
         raise errors.UsageError(f"--chunk: goes with --phase update, found --phase {phase}")
-    for option, value, least in (("--step", step, 1), ("--chunk", chunk, 0)):
+    for option, value, least in (("--step", step, 1), ("--chunk", chunk, 0), ("--rank", rank, 0)):
         if value is not None and value < least:
             raise errors.UsageError(f"{option}: expected {least} or more, found {value}")
     name = client.find_job(job)
-    message = {"op": "inject", "kind": kind, "phase": phase, "step": -1 if step is None else step, "chunk": -1 if chunk is None else chunk}
+    message = {
+        "op": "inject",
+        "rank": rank,
+        "kind": kind,
+        "phase": phase,
+        "step": -1 if step is None else step,
+        "chunk": -1 if chunk is None else chunk,
+    }
     reply = client.ask(name, {**message, "when_ready": when_ready, "deadline_secs": timeout_secs}, timeout_secs + 5)
     print(jsonlib.dumps({"job": name, **reply}) if json else f"{kind} fired in job {name} at step {reply['fired_step']}")
 

@@ -88,6 +88,7 @@ class Deadlines:
     hang_floor: float = 3.0
     hang_factor: float = 5.0
     stopped: float = 1.0
+    coordinator: float = 60.0  # until one listens
     reap: float = 10.0
     inject_wait: float = 60.0
     orphan_timeout: float = 3600.0
@@ -142,7 +143,8 @@ class Process:
     """What a trainer or shadow learns from the agent that started it. The one place where `LETO_*` variables are read.
 
     role: 'trainer', 'shadow', or 'plan' (prints the memory plan at its session and ends). resume: directory of checkpoints to start from, ''
-    for none. shadow: whether the job has shadows. recovery: one of RECOVERY.
+    for none. shadow: whether the job has shadows. recovery: one of RECOVERY. ranks: of the job; all processes of one incarnation are its
+    generation. coordinator: 'host:port' where they meet, '' if there is one rank.
     """
 
     job: str
@@ -155,6 +157,8 @@ class Process:
     shadow: bool = True
     recovery: str = IN_PLACE
     tiers: Tiers = dataclasses.field(default_factory=Tiers)
+    ranks: int = 1
+    coordinator: str = ""
 
     @staticmethod
     def from_environ(environ: Mapping[str, str] = os.environ) -> Process | None:
@@ -184,6 +188,8 @@ class Process:
             shadow=environ.get("LETO_SHADOW", "1") == "1",
             recovery=environ.get("LETO_RECOVERY", IN_PLACE),
             tiers=Tiers(**json.loads(environ.get("LETO_TIERS", "{}"))),
+            ranks=int(environ.get("LETO_RANKS", "1")),
+            coordinator=environ.get("LETO_COORDINATOR", ""),
         )
 
     def environ(self) -> dict[str, str]:
@@ -199,6 +205,8 @@ class Process:
             "LETO_SHADOW": str(int(self.shadow)),
             "LETO_RECOVERY": self.recovery,
             "LETO_TIERS": json.dumps(dataclasses.asdict(self.tiers)),
+            "LETO_RANKS": str(self.ranks),
+            "LETO_COORDINATOR": self.coordinator,
         }
 
 

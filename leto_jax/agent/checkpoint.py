@@ -16,6 +16,8 @@ from leto_jax.manager import runtime
 from leto_jax.manager.client import ManagerClient
 from leto_jax.shadow.member import IDENTITY
 
+SEVERAL_RANKS = "expected a job of one rank, found one of {}: checkpoints of several ranks are not in this version"
+
 
 def checkpoint(job: str, directory: str, timeout_secs: float) -> dict[str, Any]:
     """Has the retained state of `job` written to `directory`, by its trainer if it has an agent, else by one that attaches for it.
@@ -28,6 +30,11 @@ def checkpoint(job: str, directory: str, timeout_secs: float) -> dict[str, Any]:
     except errors.JobError:
         if _has_agent(job):
             raise
+    ranks = int(client.read_run_file(runtime.job_dir(job)).get("ranks", 1))
+    if ranks > 1:
+        raise errors.UsageError(
+            f"checkpoint: {SEVERAL_RANKS.format(ranks)}; start it again with `leto run --job {job}` and save from the script"
+        )
     from leto_jax.agent.agent import Agent, Settings
 
     path = state_root() / job / "journal.jsonl"

@@ -9,12 +9,21 @@ import socket
 import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from leto_jax import errors
 from leto_jax.manager import protocol, runtime
 
 REFUSAL_SECS = 0.2
+
+
+class Speaker(NamedTuple):
+    """A trainer or shadow."""
+
+    incarnation: int
+    rank: int
+
+
 Handler = Callable[[socket.socket, Mapping[str, Any]], None]
 
 
@@ -28,22 +37,22 @@ class Door:
     def __init__(self, job: str, path: Path, selector: selectors.BaseSelector, handle: Handler, gone: Callable[[socket.socket], None]):
         self._job, self._path, self._selector, self._handle, self._gone = job, path, selector, handle, gone
         self._decoders: dict[socket.socket, protocol.Decoder] = {}
-        self._incarnations: dict[socket.socket, int] = {}
+        self._speakers: dict[socket.socket, Speaker] = {}
         self._listener = self._listen()
 
-    def greet(self, sock: socket.socket, incarnation: int) -> None:
-        """Notes which incarnation speaks on a connection."""
-        self._incarnations[sock] = incarnation
+    def greet(self, sock: socket.socket, speaker: Speaker) -> None:
+        """Notes who speaks on a connection."""
+        self._speakers[sock] = speaker
 
-    def incarnation_of(self, sock: socket.socket) -> int | None:
-        return self._incarnations.get(sock)
+    def speaker(self, sock: socket.socket) -> Speaker | None:
+        return self._speakers.get(sock)
 
-    def socket_of(self, incarnation: int) -> socket.socket | None:
-        return next((sock for sock, number in self._incarnations.items() if number == incarnation), None)
+    def socket_of(self, speaker: Speaker) -> socket.socket | None:
+        return next((sock for sock, its in self._speakers.items() if its == speaker), None)
 
     def hear_out(self, incarnation: int) -> None:
-        """Reads what an incarnation has said until now: it has just died."""
-        for sock in [sock for sock, number in self._incarnations.items() if number == incarnation]:
+        """Reads what all ranks of an incarnation have said until now: one of them has just died."""
+        for sock in [sock for sock, speaker in self._speakers.items() if speaker.incarnation == incarnation]:
             self._read(sock)
 
     def stay_reachable(self, say: Callable[[str], None]) -> None:
@@ -106,7 +115,7 @@ class Door:
     def _forget(self, sock: socket.socket) -> None:
         if sock in self._decoders:
             self._decoders.pop(sock).close()
-            self._incarnations.pop(sock, None)
+            self._speakers.pop(sock, None)
             self._gone(sock)
             self._selector.unregister(sock)
             sock.close()

@@ -6,7 +6,7 @@ import contextlib
 import dataclasses
 import socket
 import time
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from leto_jax import errors
@@ -25,6 +25,7 @@ DAMAGE = (FailureKind.PAGE_LOSS, FailureKind.PAGE_CORRUPTION)
 class _Request:
     """What was asked for, and who waits for the answer."""
 
+    rank: int
     kind: FailureKind
     phase: Phase
     step: int
@@ -38,32 +39,37 @@ class _Request:
 class Fired(NamedTuple):
     """An injected failure. ns: CLOCK_MONOTONIC when the trainer carried it out."""
 
+    rank: int
     kind: FailureKind
     ns: int
 
 
 class Injection:
-    """The injection that waits, if any. Writes the agent's control words."""
+    """The injection that waits, if any. Writes the agent's control words of the rank that it is for."""
 
-    def __init__(self, control: Control, journal: Journal, deadlines: Deadlines):
-        self._control, self._journal, self._deadlines = control, journal, deadlines
+    def __init__(self, controls: Sequence[Control], journal: Journal, deadlines: Deadlines):
+        self._controls, self._journal, self._deadlines = controls, journal, deadlines
         self._request: _Request | None = None
         self._fired: Fired | None = None
-        control[Word.INJECT_TAKEN] = control[Word.INJECT_SEQUENCE]  # what an earlier agent was asked for is void
+        for control in controls:
+            control[Word.INJECT_TAKEN] = control[Word.INJECT_SEQUENCE]  # what an earlier agent was asked for is void
 
     def ask(self, sock: socket.socket, message: Mapping[str, Any], on_gpu: bool) -> None:
-        """Takes a request over. Raises JobError while another one waits, UsageError for a kind that this device cannot have, ValueError or
-        KeyError for a request that is none."""
+        """Takes a request over. Raises JobError while another one waits, UsageError for a rank or a kind that this job cannot have,
+        ValueError or KeyError for a request that is none."""
         kind = FailureKind(message["kind"])
         if kind in GPU_ONLY and not on_gpu:
             raise errors.UsageError(f"--kind {kind.value}: needs a GPU, this job runs on the CPU")
         if self._request is not None:
             raise errors.JobError("inject: another injection is still waiting for its moment; try again when it has fired")
-        step = int(message.get("step", ANY))
-        first, last = self._control[Word.COMMIT] + 1, self._control[Word.STEPS]
+        rank, step = int(message.get("rank", 0)), int(message.get("step", ANY))
+        if not 0 <= rank < len(self._controls):
+            raise errors.UsageError(f"--rank {rank}: expected 0 to {len(self._controls) - 1}, the ranks of this job")
+        first, last = self._controls[rank][Word.COMMIT] + 1, self._controls[rank][Word.STEPS]
         if step != ANY and last and not first <= step <= last:
             raise errors.UsageError(f"--step {step}: expected a step that comes yet, {first} to {last}")
         self._request = request = _Request(
+            rank,
             kind,
             Phase(message["phase"]),
             step,
@@ -74,6 +80,7 @@ class Injection:
         )
         self._journal.write(
             "inject",
+            rank=rank,
             kind=request.kind.value,
             phase=request.phase.value,
             step=request.step,
@@ -81,12 +88,15 @@ class Injection:
             when_ready=request.when_ready,
         )
 
-    def serve(self, in_loop: bool, shadow_ready: bool) -> None:
-        """Places a waiting request once the job is in its loop (and a shadow ready, if asked for); gives up at its deadline."""
-        request, control = self._request, self._control
+    def serve(self, in_loop: Collection[int], shadow_ready: bool) -> None:
+        """Places a waiting request once its rank is in its loop (and a shadow ready, if asked for); gives up at its deadline."""
+        request = self._request
         if request is None or self._fired is not None:  # what has fired is still to be noticed
             return
-        if not request.placed and (request.phase is Phase.TAKEOVER or (in_loop and (shadow_ready or not request.when_ready))):
+        control = self._controls[request.rank]
+        if not request.placed and (
+            request.phase is Phase.TAKEOVER or (request.rank in in_loop and (shadow_ready or not request.when_ready))
+        ):
             control[Word.INJECT_KIND] = KINDS.index(request.kind)
             control[Word.INJECT_PHASE] = PHASES.index(request.phase)
             control[Word.INJECT_STEP] = request.step
@@ -106,14 +116,21 @@ class Injection:
     def fired(self) -> Fired | None:
         """What the failure that has just happened was, if it was the one asked for; answers whoever asked."""
         request = self._request
-        if self._fired is None and request is not None and request.placed and self._control[Word.INJECT_FIRED_NS]:
+        if self._fired is None and request is not None and request.placed and self._controls[request.rank][Word.INJECT_FIRED_NS]:
             self._note(request)
         fired, self._fired = self._fired, None
         return fired
 
+    def firing(self) -> int | None:
+        """The rank that has been told to fail and has begun to, before anybody has noticed; None if there is none."""
+        if self._fired is not None:
+            return self._fired.rank
+        request = self._request
+        return request.rank if request is not None and request.placed and self._controls[request.rank][Word.INJECT_FIRED_NS] else None
+
     def _note(self, request: _Request) -> None:
-        control = self._control
-        self._fired = Fired(request.kind, control[Word.INJECT_FIRED_NS])
+        control = self._controls[request.rank]
+        self._fired = Fired(request.rank, request.kind, control[Word.INJECT_FIRED_NS])
         self._reply({"ok": True, "fired_step": control[Word.INJECT_FIRED_STEP], "kind": request.kind.value})
 
     def refuse(self, error: errors.LetoError) -> None:

@@ -5,7 +5,8 @@ from __future__ import annotations
 import dataclasses
 import enum
 import signal
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from typing import NamedTuple
 
 from leto_jax import errors
 from leto_jax.config import Deadlines
@@ -15,6 +16,8 @@ GAVE_UP = errors.GAVE_UP
 PREEMPTED = 5
 STOPPED = 143  # as a process that was told to end
 USAGE = 2
+MAX_COLD_DELAY_SECS = 30.0
+OUTSIDE = (Phase.INIT, Phase.BODY, Phase.SECTION)
 
 
 class Kind(enum.StrEnum):
@@ -31,7 +34,7 @@ class Kind(enum.StrEnum):
 @dataclasses.dataclass(frozen=True)
 class Failure:
     """One failure of a trainer. step: commit when it happened. detect_secs: None where the failure announced itself. lost: what is
-    retained cannot be repaired."""
+    retained cannot be repaired. rank: None where there is only one."""
 
     kind: Kind
     detail: str
@@ -39,9 +42,16 @@ class Failure:
     step: int
     detect_secs: float | None = None
     lost: bool = False
+    rank: int | None = None
+
+    @property
+    def what(self) -> tuple[Kind, str, int | None, int]:
+        """Equal for failures that are the same one again."""
+        return self.kind, self.detail, self.rank, self.step
 
     def describe(self) -> str:
-        return f"{self.detail} in {self.phase.value} after commit {self.step}"
+        where = "" if self.rank is None else f"rank {self.rank}: "
+        return f"{where}{self.detail} in {self.phase.value} after commit {self.step}"
 
 
 class Action(enum.StrEnum):
@@ -90,6 +100,24 @@ def classify(returncode: int) -> tuple[Kind, str]:
     return Kind.EXIT, f"exit code {returncode}"
 
 
+def gave_up(kind: Kind, detail: str) -> bool:
+    """Whether a trainer ended on purpose, in a way that no other one would mend."""
+    return kind is Kind.EXIT and detail == f"exit code {GAVE_UP}"
+
+
+def root_cause(dead: Sequence[tuple[int, Kind, str]], injected: int | None) -> int:
+    """Which of several ranks that died together was the first: an index of `dead`, (rank, kind, detail) as they were seen.
+
+    The one that was told to fail; else one that gave up; else one that was killed, since those whose collective breaks exit by themselves.
+    """
+
+    def order(index: int) -> tuple[bool, bool, bool, int]:
+        rank, kind, detail = dead[index]
+        return rank != injected, not gave_up(kind, detail), kind is not Kind.SIGNAL, index
+
+    return min(range(len(dead)), key=order)
+
+
 def decide(
     failure: Failure, history: Sequence[Failure], limits: Limits, operable: tuple[bool, str], shadow: str, spare: tuple[bool, str]
 ) -> Decision:
@@ -102,11 +130,11 @@ def decide(
         return Decision(Action.STOP, f"{reason}; no spare takes over: {spare[1]}")
     if failure.kind is Kind.REFUSED:
         return Decision(Action.STOP, failure.detail)
-    if failure.kind is Kind.EXIT and failure.detail == f"exit code {GAVE_UP}":
+    if gave_up(failure.kind, failure.detail):
         return Decision(Action.STOP, "the trainer gave up on purpose")
     same = 1
     for earlier in reversed(history):
-        if (earlier.kind, earlier.detail, earlier.step) != (failure.kind, failure.detail, failure.step):
+        if earlier.what != failure.what:
             break
         same += 1
     if same > limits.without_progress:
@@ -128,10 +156,43 @@ def successor(shadow: str) -> Decision:
     return Decision(Action.COLD, "no shadow is ready")
 
 
-def overdue(
-    progress: Progress, now_ns: int, deadlines: Deadlines, median_step_secs: float | None, stopped_since_ns: int
-) -> tuple[Kind, str, int] | None:
-    """Whether the trainer hangs: (kind, why, since when), or None.
+def cold_delay(starts: int) -> float:
+    """Seconds until the next cold start, after `starts` of them that led to a failure at the same step: 0, 1, 2, 4 and so on."""
+    return min(2.0 ** (starts - 1), MAX_COLD_DELAY_SECS) if starts else 0.0
+
+
+class Late(NamedTuple):
+    """A rank that is overdue. since_ns: CLOCK_MONOTONIC when what it hangs in began."""
+
+    kind: Kind
+    why: str
+    since_ns: int
+
+
+def blame(progress: Mapping[int, Progress], late: Mapping[int, Late]) -> tuple[int, Late] | None:
+    """The rank that holds the others up, and how; None if nobody is overdue. Both arguments are by rank.
+
+    When one rank stops or spins, its peers wait for it in a collective, and become overdue with it or before it. So a stopped one is blamed
+    first, then one that is not inside a step, then the one that has committed least, then the lowest. And if all who are overdue wait in a
+    step, while the loop body of another one keeps it out, that one is blamed.
+    """
+    if not late:
+        return None
+    rank = min(
+        late, key=lambda rank: (late[rank].kind is not Kind.STOPPED, progress[rank].phase not in OUTSIDE, progress[rank].commit, rank)
+    )
+    found = late[rank]
+    if found.kind is not Kind.STOPPED and progress[rank].armed_since_ns:
+        away = [peer for peer, its in progress.items() if peer not in late and not its.armed_since_ns and its.phase is Phase.BODY]
+        if away:
+            peer = min(away, key=lambda peer: (progress[peer].commit, peer))
+            why = f"the loop body kept the other ranks waiting (rank {rank}: {found.why}); wrap long work in `with s.section(name, timeout_secs=...)`"
+            return peer, Late(Kind.HANG, why, progress[peer].phase_since_ns)
+    return rank, found
+
+
+def overdue(progress: Progress, now_ns: int, deadlines: Deadlines, median_step_secs: float | None, stopped_since_ns: int) -> Late | None:
+    """Whether a trainer hangs, None if not.
 
     A debugger (state `t`) pauses the watchdog. A stopped process is told from a slow one by its state. Otherwise each part of the
     life of a trainer has its own deadline, and a running step the one learnt from earlier steps.
@@ -139,10 +200,10 @@ def overdue(
     if progress.state == "t":
         return None
     if stopped_since_ns and (now_ns - stopped_since_ns) / 1e9 > deadlines.stopped:
-        return Kind.STOPPED, f"the process was stopped (SIGSTOP) for more than {deadlines.stopped:g} s", stopped_since_ns
+        return Late(Kind.STOPPED, f"the process was stopped (SIGSTOP) for more than {deadlines.stopped:g} s", stopped_since_ns)
     if progress.phase is Phase.SECTION:
         if progress.section_deadline_ns and now_ns > progress.section_deadline_ns:
-            return Kind.HANG, "a section outlasted its timeout_secs", progress.phase_since_ns
+            return Late(Kind.HANG, "a section outlasted its timeout_secs", progress.phase_since_ns)
         return None
     if progress.armed_since_ns:
         limit = deadlines.first_step
@@ -151,7 +212,7 @@ def overdue(
         elif progress.steps_done and median_step_secs is not None:
             limit = step_deadline(deadlines, median_step_secs)
         if (now_ns - progress.armed_since_ns) / 1e9 > limit:
-            return (
+            return Late(
                 Kind.HANG,
                 f"no commit within {limit:.1f} s of its step's start (learnt from steps of {median_step_secs or 0:.3f} s)",
                 progress.armed_since_ns,
@@ -159,11 +220,11 @@ def overdue(
         return None
     since = (now_ns - progress.phase_since_ns) / 1e9
     if progress.phase is Phase.INIT and since > deadlines.init:
-        return Kind.HANG, f"the state was not filled or attached within {deadlines.init:g} s", progress.phase_since_ns
+        return Late(Kind.HANG, f"the state was not filled or attached within {deadlines.init:g} s", progress.phase_since_ns)
     if progress.phase is Phase.TAKEOVER and since > deadlines.takeover:
-        return Kind.HANG, f"the takeover did not end within {deadlines.takeover:g} s", progress.phase_since_ns
+        return Late(Kind.HANG, f"the takeover did not end within {deadlines.takeover:g} s", progress.phase_since_ns)
     if progress.phase is Phase.BODY and since > deadlines.body:
-        return (
+        return Late(
             Kind.HANG,
             f"the loop body took more than {deadlines.body:g} s outside of a section; wrap long work in `with s.section(name, timeout_secs=...)`",
             progress.phase_since_ns,

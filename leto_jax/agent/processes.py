@@ -11,22 +11,22 @@ import uuid
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from leto_jax.config import Process
+from leto_jax.config import Process, compile_cache
 from leto_jax.manager import fence
 
 _PR_SET_CHILD_SUBREAPER = 36
+CACHE = "xla_cache"  # in the job's state directory, for as long as the job lives
 LOW = 5  # a quarter of a core beside a trainer that uses them all: a shadow is ready in tens of seconds, and costs little until then
 
 
 class Child:
-    """One trainer or shadow. Owns its pidfd. `role` changes when it is promoted; `ready` when it says so."""
+    """One trainer or shadow: a rank of its generation. Owns its pidfd. `ready` changes when it says so."""
 
     def __init__(self, popen: subprocess.Popen, process: Process, token: str):
         self.popen, self.process, self.token = popen, process, token
         self.pid = popen.pid
         self.identity = fence.process_id(popen.pid) or fence.ProcessId(popen.pid, -1)  # its number may be somebody else's once it is reaped
         self.pidfd = os.pidfd_open(popen.pid)
-        self.role = process.role
         self.ready = False
         self.greeted = False
         self.level = 0
@@ -34,8 +34,13 @@ class Child:
         self.lost = False  # it found what is retained beyond repair
 
     @property
-    def incarnation(self) -> int:
-        return self.process.incarnation
+    def rank(self) -> int:
+        return self.process.rank
+
+    @property
+    def returncode(self) -> int | None:
+        """How it ended (negative: signal), None while it lives."""
+        return self.popen.poll()
 
     def close(self) -> None:
         if self.pidfd >= 0:
@@ -48,13 +53,32 @@ def new_token(job: str) -> str:
     return f"{job}-{uuid.uuid4().hex}"
 
 
-def spawn(process: Process, token: str, command: Sequence[str], environ: Mapping[str, str], stdin: int | None) -> Child:
-    """Starts a trainer or shadow in a session of its own; its output goes where ours goes, byte for byte."""
-    environment = {**environ, **process.environ(), fence.TOKEN_VARIABLE: token}
+def environment(environ: Mapping[str, str], job_dir: Path) -> dict[str, str]:
+    """`environ` with what a job adds for JAX, where the user has not chosen otherwise.
+
+    A persistent compilation cache for what the script jits itself, small programs too. And XLA must not take the GPU's memory in advance:
+    arenas and a shadow need theirs.
+    """
+    cache = {} if "JAX_COMPILATION_CACHE_DIR" in environ else compile_cache(job_dir / CACHE)
+    return {"XLA_PYTHON_CLIENT_PREALLOCATE": "false", **environ, **cache}
+
+
+def spawn(
+    process: Process,
+    token: str,
+    command: Sequence[str],
+    environ: Mapping[str, str],
+    stdin: int | None,
+    output: tuple[int | None, int | None] = (None, None),
+) -> Child:
+    """Starts a trainer or shadow in a session of its own. output: stdout and stderr; by default they go where ours go, byte for byte."""
+    variables = {**environ, **process.environ(), fence.TOKEN_VARIABLE: token}
     popen = subprocess.Popen(
         [sys.executable, "-m", "leto_jax.shadow.child", *command],
-        env=environment,
+        env=variables,
         stdin=stdin,
+        stdout=output[0],
+        stderr=output[1],
         start_new_session=True,
     )
     return Child(popen, process, token)

@@ -67,10 +67,15 @@ class HostMetadata:
         record = self.latest(Kind.EPOCH)
         return record.epoch if record else 0
 
-    def raise_epoch(self) -> int:
-        """The next epoch, stored before a promoted process may map anything."""
-        epoch = self.epoch + 1
-        self.write(Point.EPOCH, Record(Kind.EPOCH, epoch=epoch))
+    def raise_epoch(self, *peers: HostMetadata) -> int:
+        """The next epoch of this rank and its peers, stored before a promoted process may map anything: higher than any of them has.
+
+        Crash: some ranks have it and some do not; the next one is higher than both.
+        """
+        ranks = (self, *peers)
+        epoch = max(rank.epoch for rank in ranks) + 1
+        for rank in ranks:
+            rank.write(Point.EPOCH, Record(Kind.EPOCH, epoch=epoch))
         return epoch
 
     def add_lost(self, lost: LostRange) -> None:

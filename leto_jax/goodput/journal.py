@@ -1,7 +1,8 @@
 """The journal of a job: append-only JSON lines, one event each.
 
 Every line has `time` (seconds since the epoch), `ns` (CLOCK_MONOTONIC, comparable within one boot) and `event`; the other keys are the
-event's own, always the same for one kind of event (see `EVENTS`).
+event's own, always the same for one kind of event (see `EVENTS`). `rank` is the rank that an event is about; of a failure and what follows from it,
+which is about all ranks, the one that failed.
 """
 
 from __future__ import annotations
@@ -24,16 +25,18 @@ EVENTS: dict[str, tuple[str, ...]] = {
     "published": ("rank", "incarnation", "nbytes"),
     "attached": ("rank", "incarnation", "commit", "action", "reason", "stages"),
     "first_step": ("rank", "incarnation", "commit", "secs"),
-    "inject": ("kind", "phase", "step", "chunk", "when_ready"),
+    "inject": ("rank", "kind", "phase", "step", "chunk", "when_ready"),
     "failure": ("rank", "incarnation", "kind", "phase", "step", "reason", "failed_ns", "detect_secs", "lost_step_secs"),
     "fence": ("rank", "incarnation", "killed", "remaining", "secs"),
     "damage": ("rank", "kind", "offset", "nbytes"),
     "operability": ("operable", "reason"),
     "decision": ("action", "reason", "path", "epoch"),
-    "takeover": ("rank", "incarnation", "kind", "phase", "step", "commit", "takeover_secs", "detect_secs", "stages", "lost_steps", "compiles", "plan", "path", "plain_step_secs", "repaired_pages"),
+    "back_off": ("step", "secs"),
+    "takeover": ("rank", "incarnation", "kind", "phase", "step", "commit", "takeover_secs", "detect_secs", "stages", "lost_steps", "compiles", "plan", "path", "plain_step_secs", "repaired_pages", "ranks"),
     "progress": ("rank", "incarnation", "commit", "steps", "step_secs", "stale_secs"),
     "ended": ("rank", "incarnation", "steps", "step_secs", "stale_secs", "alive_secs"),
     "manager": ("pid", "reason"),
+    "coordinator": ("role", "incarnation", "pid", "reason"),
     "checkpoint": ("rank", "incarnation", "commit", "path", "secs", "error"),
     "saved": ("rank", "incarnation", "tier", "commit", "stall_secs", "secs", "error"),
     "stopped": ("rank", "incarnation", "reason"),

@@ -66,29 +66,31 @@ def recoveries(events: Sequence[Event]) -> list[tuple[float, float, float]]:
 def lives(events: Sequence[Event]) -> list[tuple[str, int, float, float]]:
     """(role, rank, from, to) of every process; a shadow that is promoted is a trainer from then on."""
     found: list[tuple[str, int, float, float]] = []
-    running: dict[int, tuple[str, int, float]] = {}
+    running: dict[tuple[int, int], tuple[str, float]] = {}  # by incarnation and rank: (role, since)
 
-    def end(incarnation: int, at: float) -> None:
-        if incarnation in running:
-            role, rank, since = running.pop(incarnation)
-            found.append((role, rank, since, at))
+    def end(who: tuple[int, int], at: float) -> None:
+        if who in running:
+            role, since = running.pop(who)
+            found.append((role, who[1], since, at))
 
     for event in events:
         kind, at = event["event"], event["time"]
+        who = (event.get("incarnation", 0), event.get("rank", 0))
         if kind == "spawn":
-            running[event["incarnation"]] = (event["role"], event["rank"], at)
-        elif kind == "ready" and event["incarnation"] in running:
-            _, rank, _ = running[event["incarnation"]]
-            end(event["incarnation"], at)
-            running[event["incarnation"]] = ("shadow, ready", rank, at)
-        elif kind == "attached" and running.get(event["incarnation"], ("trainer",))[0] != "trainer":
-            _, rank, _ = running[event["incarnation"]]
-            end(event["incarnation"], at)
-            running[event["incarnation"]] = ("trainer", rank, at)
-        elif kind in ("failure", "done", "refused"):
-            end(event["incarnation"], at)
-    for incarnation in list(running):
-        end(incarnation, events[-1]["time"])
+            running[who] = (event["role"], at)
+        elif kind == "ready" and who in running:
+            end(who, at)
+            running[who] = ("shadow, ready", at)
+        elif kind == "attached" and running.get(who, ("trainer",))[0] != "trainer":
+            end(who, at)
+            running[who] = ("trainer", at)
+        elif kind in ("failure", "refused"):  # the end of a whole generation
+            for each in [each for each in running if each[0] == who[0]]:
+                end(each, at)
+        elif kind == "done":
+            end(who, at)
+    for who in list(running):
+        end(who, events[-1]["time"])
     return sorted(found, key=lambda item: item[2])
 
 

@@ -15,7 +15,7 @@ against neither, since a journal cannot tell it; `experiments/` measures it agai
 
 A journal of several agent lifetimes (the agent died, or gave up and was started again) is one run until a lifetime that ended on purpose is
 followed by one that finds no retained state: then the newer run alone is reported. Of a running job the report ends with its last event.
-With several ranks rank 0 is booked: a failure of any rank replaces all trainers.
+With several ranks rank 0 is booked, and the failures of all: each replaces all trainers.
 """
 
 from __future__ import annotations
@@ -35,7 +35,20 @@ from leto_jax.manager.runtime import check_job_name
 
 Event = Mapping[str, Any]
 FIELDS = journal.EVENTS
-TAKEOVER_KEYS = ("kind", "phase", "step", "takeover_secs", "detect_secs", "stages", "lost_steps", "compiles", "path", "plain_step_secs")
+OF_ALL_RANKS = ("failure", "fence", "takeover")  # their rank is the one that failed
+TAKEOVER_KEYS = (
+    "rank",
+    "kind",
+    "phase",
+    "step",
+    "takeover_secs",
+    "detect_secs",
+    "stages",
+    "lost_steps",
+    "compiles",
+    "path",
+    "plain_step_secs",
+)
 BAR_CELLS = 60
 
 
@@ -193,7 +206,7 @@ def _typical_step_ns(lifetimes: Iterable[Sequence[Event]]) -> int:
     for lifetime in lifetimes:
         records = _records(lifetime)
         for event in lifetime:
-            if event["event"] not in ("first_step", "takeover"):
+            if event["event"] != "takeover" and (event["event"] != "first_step" or event["rank"] != 0):
                 continue
             record = records.get(event["incarnation"])
             if record is not None and record["steps"] > 1:
@@ -261,7 +274,7 @@ class _Books:
         begin = self._cursor = lifetime[0]["ns"]
         for event in lifetime[1:]:
             handle = getattr(self, f"_on_{event['event']}", None)
-            if handle is not None and event.get("rank", 0) == 0:
+            if handle is not None and (event.get("rank", 0) == 0 or event["event"] in OF_ALL_RANKS):
                 handle(event)
         self._pause(lifetime[-1]["ns"])
         return self._cursor - begin
@@ -433,11 +446,20 @@ def show(report: Mapping[str, Any], console: Any = None) -> None:
     if not takeovers:
         return
     table = Table(title="takeovers", title_justify="left")
-    for column in ("", "kind", "phase", "after commit", "path", "detect s", "takeover s", "lost steps", "compiles"):
+    for column in ("", "rank", "kind", "phase", "after commit", "path", "detect s", "takeover s", "lost steps", "compiles"):
         table.add_column(column, justify="left" if column in ("kind", "phase", "path") else "right")
     for number, item in enumerate(takeovers, 1):
         seconds = (f"{item['detect_secs']:.3f}", f"{item['takeover_secs']:.3f}")
-        row = (item["kind"], item["phase"], str(item["step"]), item["path"], *seconds, str(item["lost_steps"]), str(item["compiles"]))
+        row = (
+            str(item["rank"]),
+            item["kind"],
+            item["phase"],
+            str(item["step"]),
+            item["path"],
+            *seconds,
+            str(item["lost_steps"]),
+            str(item["compiles"]),
+        )
         table.add_row(str(number), *row)
     console.print(table)
     cell = max(max(item["takeover_secs"] for item in takeovers), 0.001) / BAR_CELLS

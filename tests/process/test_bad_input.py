@@ -332,7 +332,19 @@ def test_a_stale_runtime_directory(jobs):
 WRONG_VALUES = {
     ("run", "nowhere.py"): "script: expected a Python file, found nothing at 'nowhere.py'",
     ("run", "--job", "a/b", TINY): "a job name is 1 to 64 of the characters",
-    ("run", "--nproc-per-node", 2, TINY): "--nproc-per-node 2: not in this version",
+    ("run", "--nproc-per-node", 0, TINY): "--nproc-per-node: expected 1 or more, found 0",
+    **{
+        ("run", "--nproc-per-node", 2, *options, TINY): f"{named}: expected one rank with it, found --nproc-per-node 2"
+        for named, options in {
+            "--recovery none": ("--recovery", "none"),
+            "--checkpoint-every": ("--checkpoint-every", 5, "--checkpoint-dir", "new"),
+            "--checkpoint-dir": ("--checkpoint-dir", "new"),
+            "--copy-every": ("--copy-every", 5),
+            "--resume": ("--resume", "."),
+            "--debug": ("--debug",),
+        }.items()
+    },
+    ("inject", "--rank", -1): "--rank: expected 0 or more, found -1",
     ("run", "--nnodes", 2, TINY): "--nnodes, --rdzv-endpoint: not in this version",
     ("run", "--shadow-level", "parked", TINY): "--shadow-level parked: not in this version",
     ("run", "--max-restarts", -1, TINY): "--max-restarts: expected 0 or more",

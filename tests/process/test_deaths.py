@@ -125,11 +125,10 @@ def test_a_new_agent_comes_before_the_old_processes_have_noticed(jobs):
 BROKEN = """if True:
     from leto_jax import cli
     from leto_jax.agent.agent import Agent
-    from leto_jax.arena.control import Word
     look = Agent._sample
     def sample(self):
         look(self)
-        if self._control[Word.COMMIT] == 4:
+        if self._ranks.commit == 4:
             raise OSError(28, "No space left on device")
     Agent._sample = sample
     cli.main()

@@ -53,34 +53,34 @@ def fire(control: Control, step: int) -> int:
 
 def test_the_next_one_is_not_placed_before_the_failure_of_the_first_is_noticed(control, sockets):
     ours, theirs = sockets
-    injection = Injection(control, Notes(), Deadlines())
+    injection = Injection([control], Notes(), Deadlines())
     ask(injection, theirs, deadline_secs=0.01)
-    injection.serve(in_loop=False, shadow_ready=False)
+    injection.serve(in_loop=(), shadow_ready=False)
     assert control[Word.INJECT_SEQUENCE] == 0
-    injection.serve(in_loop=True, shadow_ready=False)
+    injection.serve(in_loop={0}, shadow_ready=False)
     assert (control[Word.INJECT_KIND], control[Word.INJECT_PHASE]) == (KINDS.index(FailureKind.SIGKILL), PHASES.index(Phase.COMPUTE))
     fired_ns = fire(control, 7)
     time.sleep(0.02)
-    injection.serve(True, False)  # its deadline is over, and it has fired
+    injection.serve({0}, False)  # its deadline is over, and it has fired
     assert answer(ours) == {"ok": True, "fired_step": 7, "kind": "sigkill"}
     ask(injection, theirs, kind="sigstop", phase="update")
-    injection.serve(True, True)
+    injection.serve({0}, True)
     assert (control[Word.INJECT_SEQUENCE], control[Word.INJECT_FIRED_NS]) == (1, fired_ns)
-    assert injection.fired() == (FailureKind.SIGKILL, fired_ns)
+    assert injection.fired() == (0, FailureKind.SIGKILL, fired_ns)
     assert injection.fired() is None
-    injection.serve(True, True)
+    injection.serve({0}, True)
     assert control[Word.INJECT_SEQUENCE] == 2
     fired_ns = fire(control, 9)
-    assert injection.fired() == (FailureKind.SIGSTOP, fired_ns)
+    assert injection.fired() == (0, FailureKind.SIGSTOP, fired_ns)
     assert answer(ours)["fired_step"] == 9
 
 
 def test_a_failure_of_its_own_is_not_taken_for_the_one_that_waits(control, sockets):
-    injection = Injection(control, Notes(), Deadlines())
+    injection = Injection([control], Notes(), Deadlines())
     ask(injection, sockets[1], when_ready=True)
-    injection.serve(True, shadow_ready=False)
+    injection.serve({0}, shadow_ready=False)
     assert injection.fired() is None
-    injection.serve(True, shadow_ready=True)
+    injection.serve({0}, shadow_ready=True)
     assert injection.fired() is None
     with pytest.raises(JobError, match="another injection is still waiting"):
         ask(injection, sockets[1])
@@ -90,8 +90,8 @@ def test_a_failure_of_its_own_is_not_taken_for_the_one_that_waits(control, socke
 
 def test_what_did_not_fire_in_time(control, sockets):
     ours, theirs = sockets
-    injection = Injection(control, Notes(), Deadlines())
-    for when_ready, in_loop, wanted in ((False, False, "the first step"), (True, True, "a ready shadow"), (False, True, "phase commit")):
+    injection = Injection([control], Notes(), Deadlines())
+    for when_ready, in_loop, wanted in ((False, (), "the first step"), (True, {0}, "a ready shadow"), (False, {0}, "phase commit")):
         ask(injection, theirs, phase="commit", deadline_secs=0.01, when_ready=when_ready)
         injection.serve(in_loop, False)
         time.sleep(0.02)
@@ -102,7 +102,7 @@ def test_what_did_not_fire_in_time(control, sockets):
 
 def test_a_step_that_is_over_or_never_comes(control, sockets):
     control[Word.COMMIT] = 10
-    injection = Injection(control, Notes(), Deadlines())
+    injection = Injection([control], Notes(), Deadlines())
     for step in (10, 101):
         with pytest.raises(UsageError, match=f"--step {step}: expected a step that comes yet, 11 to 100"):
             ask(injection, sockets[1], step=step)

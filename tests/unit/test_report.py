@@ -417,7 +417,7 @@ def test_a_script_that_leaves_its_loop_early():
 def test_other_ranks_and_unknown_events_change_nothing():
     events = begin() + end(20, 1, steps=10, step_secs=5.5, commit=10)
     more = list(events)
-    more.insert(4, {**log(12, "failure", incarnation=9, failed_ns=0), "rank": 1})
+    more.insert(4, {**log(12, "first_step", incarnation=1, commit=1, secs=2.0), "rank": 1})
     more.insert(5, {"time": TIME + 13, "ns": BOOT_NS + 13_000_000_000, "event": "of a later version"})
     assert report.book(more) == report.book(events)
 
