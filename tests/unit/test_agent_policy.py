@@ -6,7 +6,22 @@ import dataclasses
 
 import pytest
 
-from leto_jax.agent.policy import Action, Decision, Failure, Kind, Limits, Progress, classify, decide, overdue, step_deadline
+from leto_jax.agent.policy import (
+    Action,
+    Decision,
+    Failure,
+    Kind,
+    Late,
+    Limits,
+    Progress,
+    blame,
+    classify,
+    cold_delay,
+    decide,
+    overdue,
+    root_cause,
+    step_deadline,
+)
 from leto_jax.config import Deadlines
 from leto_jax.faults import Phase
 
@@ -18,8 +33,8 @@ NOW = 1000 * S
 DEADLINES = Deadlines(init=600.0, first_step=500.0, takeover=60.0, body=300.0, hang_floor=3.0, hang_factor=5.0, stopped=1.0)
 
 
-def failure(detail: str = "SIGKILL", step: int = 7, kind: Kind = Kind.SIGNAL) -> Failure:
-    return Failure(kind, detail, Phase.COMPUTE, step)
+def failure(detail: str = "SIGKILL", step: int = 7, kind: Kind = Kind.SIGNAL, rank: int | None = None) -> Failure:
+    return Failure(kind, detail, Phase.COMPUTE, step, rank=rank)
 
 
 def test_classify():
@@ -47,6 +62,8 @@ def test_who_takes_over(shadow, action):
         (failure(), [failure(step=6)] * 9, Limits(without_progress=3), ""),
         (failure(), [failure("SIGSEGV")] * 9, Limits(without_progress=3), ""),
         (failure(), [failure()], Limits(without_progress=1), "SIGKILL 2 times after commit 7"),
+        (failure(rank=1), [failure(rank=1)], Limits(without_progress=1), "SIGKILL 2 times after commit 7"),
+        (failure(rank=1), [failure(rank=0)], Limits(without_progress=1), ""),
         (failure(), [], Limits(max_restarts=0), "0 restarts were made (--max-restarts 0)"),
         (failure(), [failure(step=1)], Limits(max_restarts=1), "1 restarts were made (--max-restarts 1)"),
         (failure(), [failure(step=1)], Limits(max_restarts=2), ""),
@@ -135,3 +152,55 @@ def test_a_stopped_process_is_told_from_a_slow_one():
 
 def test_the_deadline_of_a_step_is_learnt():
     assert [step_deadline(DEADLINES, secs) for secs in (0.01, 0.6, 1.0, 60.0)] == [3.0, 3.0, 5.0, 300.0]
+
+
+KILLED, EXITED, GAVE_UP = (Kind.SIGNAL, "SIGKILL"), (Kind.EXIT, "exit code 1"), (Kind.EXIT, "exit code 3")
+
+
+@pytest.mark.parametrize(
+    ("dead", "injected", "rank"),
+    [
+        ([(0, *KILLED)], None, 0),
+        ([(1, *EXITED), (0, *EXITED)], None, 1),  # the first one seen
+        ([(0, *EXITED), (2, *EXITED), (1, *KILLED)], None, 1),  # survivors of a broken collective exit by themselves
+        ([(2, *KILLED), (1, *KILLED)], None, 2),
+        ([(0, *KILLED), (1, *GAVE_UP)], None, 1),
+        ([(0, *EXITED), (1, *EXITED)], 1, 1),
+        ([(0, *KILLED), (1, *EXITED)], 1, 1),
+        ([(0, *EXITED)], 1, 0),  # it lives
+    ],
+)
+def test_the_first_of_several_ranks_that_died(dead, injected, rank):
+    assert dead[root_cause(dead, injected)][0] == rank
+
+
+IN_STEP = dataclasses.replace(QUIET, phase=Phase.COMPUTE, armed_since_ns=NOW - 4 * S)
+HUNG, STILL = Late(Kind.HANG, "no commit", NOW - 4 * S), Late(Kind.STOPPED, "stopped", NOW - 2 * S)
+
+
+@pytest.mark.parametrize(
+    ("ranks", "late", "blamed"),
+    [
+        ([IN_STEP, IN_STEP], {}, None),
+        ([IN_STEP, IN_STEP], {0: HUNG, 1: HUNG}, 0),
+        ([IN_STEP, IN_STEP], {1: HUNG}, 1),
+        ([IN_STEP, IN_STEP], {0: HUNG, 1: STILL}, 1),
+        ([IN_STEP, dataclasses.replace(IN_STEP, commit=6)], {0: HUNG, 1: HUNG}, 1),
+        ([IN_STEP, QUIET], {0: HUNG, 1: HUNG}, 1),
+        ([dataclasses.replace(QUIET, phase=Phase.SECTION), IN_STEP, IN_STEP], {0: HUNG, 1: HUNG, 2: HUNG}, 0),
+        ([IN_STEP, IN_STEP, QUIET], {0: HUNG, 1: HUNG}, 2),  # its body goes on for so long that its peers are late
+        ([IN_STEP, QUIET, dataclasses.replace(QUIET, commit=6)], {0: HUNG}, 2),
+        ([IN_STEP, dataclasses.replace(QUIET, phase=Phase.DONE)], {0: HUNG}, 0),
+        ([IN_STEP, QUIET], {0: STILL}, 0),
+    ],
+)
+def test_of_ranks_that_wait_for_each_other_one_is_to_blame(ranks, late, blamed):
+    found = blame(dict(enumerate(ranks)), late)
+    assert (None if found is None else found[0]) == blamed
+    if found is not None and blamed not in late:
+        assert found[1].why.startswith("the loop body kept the other ranks waiting (rank 0: no commit); wrap long work in ")
+        assert found[1].since_ns == ranks[blamed].phase_since_ns
+
+
+def test_cold_starts_that_lead_nowhere_come_later_each_time():
+    assert [cold_delay(starts) for starts in range(8)] == [0, 1, 2, 4, 8, 16, 30, 30]

@@ -237,6 +237,19 @@ def test_epochs_only_rise():
     memory.close()
 
 
+def test_all_ranks_have_one_epoch_wherever_the_last_agent_died():
+    memories = [arena(metadata.BYTES) for _ in range(3)]
+    first, *others = ranks = [HostMetadata(memory) for memory in memories]
+    for number in range(19):  # two places of each rank, three moments of each store
+        before = max(rank.epoch for rank in ranks)
+        stopped(lambda: first.raise_epoch(*others), number)
+        assert {rank.epoch for rank in ranks} <= {before - 1, before, before + 1}
+        assert first.raise_epoch(*others) > before
+        assert len({rank.epoch for rank in ranks}) == 1
+    for memory in memories:
+        memory.close()
+
+
 def test_lost_ranges_are_kept_until_they_are_cleared():
     memory = arena(metadata.BYTES)
     facts = HostMetadata(memory)

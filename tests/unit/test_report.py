@@ -141,6 +141,7 @@ def test_two_takeovers_one_recomputes_and_one_rolls_forward():
     assert found["coverage"] == pytest.approx(1 - 1.5 / (6.97 + 3.47 + 5.5))
     assert [list(item) for item in found["takeovers"]] == [list(report.TAKEOVER_KEYS)] * 2
     assert found["takeovers"][0] == {
+        "rank": 0,
         "kind": "sigkill",
         "phase": "compute",
         "step": 10,
@@ -412,6 +413,23 @@ def test_a_job_stopped_after_a_takeover():
 def test_a_script_that_leaves_its_loop_early():
     events = [*begin(), log(20, "ended", incarnation=1, steps=10, step_secs=5.5), log(21, "finish", code=0, reason="the script ended")]
     assert spent(events)["shutdown"] == 1.0
+
+
+def test_a_failure_of_any_rank_is_a_failure_of_all():
+    """The same journal with another rank to blame is the same report, but for that rank."""
+
+    def journal(rank: int) -> list[dict[str, Any]]:
+        fenced = failure(15.2, 1, step=10, detect_secs=0.2, lost_step_secs=0.3, rank=rank)
+        after = [
+            {**event, "rank": rank} if event["event"] in ("fence", "takeover") else event
+            for event in takeover(15.3, 2, commit=11, action="redo")
+        ]
+        return [*begin(), log(15.2, "ended", incarnation=1, steps=10, step_secs=5.5), fenced, *after, *end(20, 2, 5, 2.6, commit=15)]
+
+    zero, one = (report.summarise(journal(rank)) for rank in (0, 1))
+    assert [item.pop("rank") for found in (zero, one) for item in found["takeovers"]] == [0, 1]
+    assert zero == one
+    assert zero["badput_secs"]["fence"] > 0
 
 
 def test_other_ranks_and_unknown_events_change_nothing():
