@@ -142,7 +142,8 @@ class Process:
     """What a trainer or shadow learns from the agent that started it. The one place where `LETO_*` variables are read.
 
     role: 'trainer', 'shadow', or 'plan' (prints the memory plan at its session and ends). resume: directory of checkpoints to start from, ''
-    for none. shadow: whether the job has shadows. recovery: one of RECOVERY.
+    for none. shadow: whether the job has shadows. recovery: one of RECOVERY. ranks: how many there are; coordinator: where they meet,
+    'HOST:PORT', '' for one.
     """
 
     job: str
@@ -155,6 +156,8 @@ class Process:
     shadow: bool = True
     recovery: str = IN_PLACE
     tiers: Tiers = dataclasses.field(default_factory=Tiers)
+    ranks: int = 1
+    coordinator: str = ""
 
     @staticmethod
     def from_environ(environ: Mapping[str, str] = os.environ) -> Process | None:
@@ -184,6 +187,8 @@ class Process:
             shadow=environ.get("LETO_SHADOW", "1") == "1",
             recovery=environ.get("LETO_RECOVERY", IN_PLACE),
             tiers=Tiers(**json.loads(environ.get("LETO_TIERS", "{}"))),
+            ranks=int(environ.get("LETO_RANKS", "1")),
+            coordinator=environ.get("LETO_COORDINATOR", ""),
         )
 
     def environ(self) -> dict[str, str]:
@@ -199,6 +204,8 @@ class Process:
             "LETO_SHADOW": str(int(self.shadow)),
             "LETO_RECOVERY": self.recovery,
             "LETO_TIERS": json.dumps(dataclasses.asdict(self.tiers)),
+            "LETO_RANKS": str(self.ranks),
+            "LETO_COORDINATOR": self.coordinator,
         }
 
 
