@@ -192,13 +192,14 @@ class Session:
                 flush=True,
             )
             self._injector = Injector(None, len(self._job.layout.chunks))
+            if self._ranks.count > 1:
+                self._identify(lowered)
             compiled = self._compile(lowered)
             self._begin(compiled, private_arenas(self._job.layout, self._gpu), epoch=1)
             return
         self._control = self._member.control()
         self._injector = Injector(self._control, len(self._job.layout.chunks), self._gpu)
-        identity = executables.identify(self._job, lowered)
-        executables.require_equal_ranks(identity, self._ranks, PROGRAMS_DEADLINE_SECS)
+        identity = self._identify(lowered)
         if self._process.role == "shadow":
             self._wait_as_shadow(lowered, identity)
         else:
@@ -206,6 +207,12 @@ class Session:
             self._claim()
             arenas = self._member.take_arenas(self._job.layout, self._gpu)
             self._begin(run, arenas, arenas.metadata.epoch)
+
+    def _identify(self, lowered) -> executables.Identity:
+        """What this process would train, once it is known that all ranks would train the same."""
+        identity = executables.identify(self._job, lowered)
+        executables.require_equal_ranks(identity, self._ranks, PROGRAMS_DEADLINE_SECS)
+        return identity
 
     def _compile(self, lowered, to_pack: bool = False) -> Mapping[str, Any]:
         """Compiled programs, once it is known that they write where they should and that there is memory for all of it."""
