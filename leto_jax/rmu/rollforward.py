@@ -68,7 +68,7 @@ def recover(
         retained.log.repair()
         if rank in plan.copied_scalars:
             step, data = plan.copied_scalars[rank]
-            retained.device.store(Point.SCALARS_COPY, retained.region(f"scalars{step % 2}"), np.frombuffer(data, np.uint8))
+            retained.device.store(Point.SCALARS_COPY, retained.region(f"scalars{step % 2}"), np.array(bytearray(data)))
         _void_lost_blocks(retained)
         repaired = _repair_pages(retained, transaction, plan.target, placed)
         # From here no byte that counts is lost. The list names addresses, and rolling forward moves other data to them.
