@@ -2,8 +2,9 @@
 
     uv run leto run experiments/train_lm.py --steps 60
     uv run python experiments/train_lm.py --steps 60
+    uv run leto run --nproc-per-node 2 experiments/train_lm.py --steps 60 --cut fsdp
 
-The first is protected. Both run the same programs and end with the same digest.
+The first is protected. It and the second run the same programs and end with the same digest. The third shares the work over two ranks.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ from __future__ import annotations
 import datetime
 import hashlib
 import json as jsonlib
+import math
 import sys
 import sysconfig
 import time
@@ -24,12 +26,14 @@ import optax
 import typer
 from _result import cpu_device, git_commit, versions
 from flax import nnx
+from jax.sharding import AxisType, PartitionSpec
 
 import leto_jax as leto
 
 CORPUS_BYTES = 2_000_000  # reading more would delay every shadow
 HELD_OUT_BYTES = 100_000
 EVAL_BATCHES = 4
+SMALL = 1 << 16  # elements of a leaf that is not worth cutting
 
 
 class Block(nnx.Module):
@@ -103,6 +107,33 @@ def windows(text: np.ndarray, batch: int, context: int, seed: int) -> Callable[[
     return batch_of
 
 
+CUTS = ("dp", "fsdp")
+
+
+def sharding(cut: str) -> leto.Sharding | None:
+    """How several ranks share the work: 'dp', parameters are the same on all; 'fsdp', each keeps a part of every large one. None for one rank."""
+    ranks = jax.process_count()
+    if ranks == 1:
+        return None
+    mesh = jax.make_mesh((ranks,), ("data",), axis_types=(AxisType.Auto,))
+    return leto.Sharding(mesh, (lambda _, leaf: part(leaf.shape, ranks)) if cut == "fsdp" else PartitionSpec())
+
+
+def part(shape: tuple[int, ...], ranks: int) -> PartitionSpec:
+    """Cuts the longest axis that can be cut, but not the first of stacked blocks: each is gathered when it is its turn."""
+    axes = [axis for axis, n in enumerate(shape) if n % ranks == 0 and (axis > 0 or len(shape) < 3)]
+    if math.prod(shape) < SMALL or not axes:
+        return PartitionSpec()
+    longest = max(axes, key=lambda axis: shape[axis])
+    return PartitionSpec(*("data" if axis == longest else None for axis in range(longest + 1)))
+
+
+def own_windows(batches: Callable[[int], np.ndarray]) -> Callable[[int], np.ndarray]:
+    """This rank's part of each batch."""
+    ranks, rank = jax.process_count(), jax.process_index()
+    return lambda step: np.array_split(batches(step), ranks)[rank]
+
+
 def optimizer(steps: int, rate: float) -> optax.GradientTransformation:
     """AdamW with clipping by global norm and a warm-up cosine schedule; biases and norms are not decayed."""
     schedule = optax.warmup_cosine_decay_schedule(0.0, rate, min(20, steps // 2 + 1), max(steps, 2), rate / 10)
@@ -121,6 +152,7 @@ def main(
     dropout: Annotated[float, typer.Option(min=0.0, max=0.9, help="Dropout rate.")] = 0.1,
     seed: Annotated[int, typer.Option(min=0, help="Seed of initial values, dropout and batches.")] = 0,
     device: Annotated[str, typer.Option(help="cpu or gpu.")] = "cpu",
+    cut: Annotated[str, typer.Option(help="On several ranks: dp (the same parameters on all) or fsdp (each keeps a part).")] = "dp",
     scan: Annotated[bool, typer.Option("--scan", help="Stack the blocks and loop over them: compiles in seconds at any depth.")] = False,
     log_every: Annotated[int, typer.Option(min=1, help="Steps between printed losses.")] = 1,
     eval_every: Annotated[int, typer.Option(min=0, help="Steps between evaluations on held-out text; 0: none.")] = 0,
@@ -135,6 +167,10 @@ def main(
     if width % heads:
         raise typer.BadParameter(f"expected a multiple of --heads {heads}, found {width}", param_hint="--width")
     jax.config.update("jax_platforms", {"cpu": "cpu", "gpu": "cuda"}[device])
+    if cut not in CUTS:
+        raise typer.BadParameter(f"expected {' or '.join(CUTS)}, found {cut!r}", param_hint="--cut")
+    if batch % jax.process_count():
+        raise typer.BadParameter(f"expected a multiple of the {jax.process_count()} ranks, found {batch}", param_hint="--batch")
 
     corpus = read_corpus()
     train, held_out = corpus[:-HELD_OUT_BYTES], corpus[-HELD_OUT_BYTES:]
@@ -150,7 +186,8 @@ def main(
     parameters = sum(x.size for x in jax.tree.leaves(jax.eval_shape(init, jax.random.key(seed))[0]))
     warm = [evaluate] if eval_every else []
     examples = windows(held_out, batch, context, seed)
-    with leto.session(init, step, windows(train, batch, context, seed), key=jax.random.key(seed), steps=steps, warm=warm) as s:
+    data = own_windows(windows(train, batch, context, seed))
+    with leto.session(init, step, data, key=jax.random.key(seed), steps=steps, warm=warm, sharding=sharding(cut)) as s:
         state, rows, sha256 = s.state, [], hashlib.sha256(corpus).hexdigest()
         print(f"train_lm: {parameters / 1e6:.2f} M parameters, corpus sha256:{sha256} ({len(corpus)} bytes)", file=sys.stderr, flush=True)
         for t, tokens in s:
@@ -165,7 +202,7 @@ def main(
                 print(f"step {t} held-out loss {sum(losses) / EVAL_BATCHES!r}", flush=True)
             if not s.replayed and (sleep_while is None or sleep_while.exists()):
                 time.sleep(sleep_secs)
-    if json is not None:
+    if json is not None and jax.process_index() == 0:
         found = {
             "name": "train_lm",
             "created": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from leto_jax.config import Protection
+    from leto_jax.rmu.spread import Sharding
     from leto_jax.train import flax
     from leto_jax.train.session import Session, session
     from leto_jax.train.state import State
@@ -23,9 +24,10 @@ _WHERE = {
     "Session": "leto_jax.train.session",
     "State": "leto_jax.train.state",
     "Protection": "leto_jax.config",
+    "Sharding": "leto_jax.rmu.spread",
 }
 
-__all__ = ["Protection", "Session", "State", "TrainStep", "flax", "session"]
+__all__ = ["Protection", "Session", "Sharding", "State", "TrainStep", "flax", "session"]
 
 
 def __getattr__(name: str) -> Any:

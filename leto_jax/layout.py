@@ -391,7 +391,7 @@ def plan(spec: JobSpec) -> Layout:
     for copy in (0, 1):
         device.add(f"log{copy}", align * (6 + 2 * count))
     parts = _gradient_parts(spec, [(sig, offsets, chunks) for sig, offsets, chunks, _, _ in signatures])
-    scalars = Packed((*spec.shared, *spec.values, LeafSpec("['grad_sums']", (len(parts), 2), "uint32"), *_VERDICT), align)
+    scalars = Packed((*spec.shared, *spec.values, *_VERDICT), align)
     extras, metrics, read_only = (
         Packed(spec.extras, align),
         Packed(spec.metrics, align),
@@ -404,6 +404,7 @@ def plan(spec: JobSpec) -> Layout:
     # Gradients lie like the lanes, without a gap: written once by compute, read in place by the chunks.
     grads: list[Lane | None] = []
     device.add("gradient_header", RECORD_BYTES)
+    device.add("gradient_sums", 8 * len(parts))
     start = device.end
     for sig, _, _, elements, _ in signatures:
         if sig.grad_dtype is None:
@@ -456,8 +457,7 @@ def plan(spec: JobSpec) -> Layout:
     )  # fmt: skip
 
 
-# What decide itself leaves beside the optimizer's scalars and a checksum of each chunk's gradients: loss, sum of squared gradients, and
-# whether the step is applied or skipped.
+# What decide itself leaves beside the optimizer's scalars: loss, sum of squared gradients, and whether the step is applied or skipped.
 _VERDICT = (LeafSpec("['loss']", (), "float32"), LeafSpec("['grad_sumsq']", (), "float32"), LeafSpec("['apply']", (), "int32"))
 
 

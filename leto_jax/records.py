@@ -18,7 +18,9 @@ import zlib
 MAGIC = 0x4F54454C  # b"LETO"
 VERSION = 1
 BYTES = 64
-BODY_WORDS = 9
+BODY_WORD, BODY_WORDS = 5, 9
+LOSS_WORD, SQUARES_WORD, SUMS_WORD = range(3)
+"""Of a gradient record's body: bits of the loss, bits of the sum of squares of this rank's gradients, CRC-32 of their checksums."""
 _WORDS = struct.Struct("<16I")
 _MASK = 0xFFFFFFFF
 

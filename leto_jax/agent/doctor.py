@@ -45,11 +45,12 @@ _REQUIREMENT = re.compile(r"([A-Za-z0-9][A-Za-z0-9._-]*)\s*(?:>=\s*([0-9.]+))?")
 
 
 class Found(NamedTuple):
-    """What a probe found. advice: what to do about it; also where all is well but could be better."""
+    """What a probe found. advice: what to do about it; also where all is well but could be better. facts: the same for programs, as JSON."""
 
     text: str
     ok: bool = True
     advice: str = ""
+    facts: Any = None
 
 
 class Probe(NamedTuple):
@@ -61,7 +62,7 @@ class Probe(NamedTuple):
 
 
 def examine(probes: Sequence[Probe] | None = None) -> list[dict[str, Any]]:
-    """All checks, as rows of `check`, `ok`, `found`, `advice` (empty if there is nothing to do). Never raises, leaves nothing behind.
+    """All checks, as rows of `check`, `ok`, `found`, `advice` (empty if there is nothing to do); some have `facts`. Never raises, leaves nothing behind.
 
     Cost: a second, up to `REAP_SECS` more where nobody reaps orphans; eight short child processes.
     """
@@ -74,7 +75,8 @@ def _row(probe: Probe) -> dict[str, Any]:
     except Exception as exception:  # whatever a strange machine comes up with is a finding, not a crash
         kind = "" if isinstance(exception, errors.LetoError) else f"{type(exception).__name__}: "
         found = Found(f"{kind}{exception}", False, probe.advice)
-    return {"check": probe.check, "ok": found.ok, "found": found.text, "advice": found.advice}
+    row = {"check": probe.check, "ok": found.ok, "found": found.text, "advice": found.advice}
+    return row if found.facts is None else {**row, "facts": found.facts}
 
 
 def _module(name: str) -> list[str]:
@@ -439,6 +441,21 @@ def gpu_memory(root: str = "/", command: Sequence[str] = _module("leto_jax.arena
     return Found(f"{shown}; {rows}", not wrong, "train with --device cpu" if wrong else "")
 
 
+def gpu_operability(root: str = "/", command: Sequence[str] = _module("leto_jax.agent.operability")) -> Found:
+    """What the operability check knows of each GPU before anything has failed."""
+    if _nvidia(root) is None:
+        return Found(_NO_GPU)
+    found = _ask(command)
+    rows = [
+        f"GPU {row['gpu']} ({row.get('name', 'no name')}): {'ok' if row['ok'] else 'REFUSED'}, {row['reason']}" for row in found["gpus"]
+    ]
+    peers = [f"GPUs {one} and {other}: {capability}" for one, other, capability in found["peers"]]
+    text = "; ".join([*rows, *([f"peer-to-peer: {', '.join(peers)}"] if peers else []), *([found["reason"]] if found["reason"] else [])])
+    ok = bool(found["gpus"]) and not found["reason"] and all(row["ok"] for row in found["gpus"])
+    advice = "after a failure nobody takes over on such a GPU: leave it out (CUDA_VISIBLE_DEVICES), or train with --device cpu"
+    return Found(text or "no GPU is visible", ok, "" if ok else advice, found)
+
+
 def gpu_kernels(root: str = "/", command: Sequence[str] = _module("leto_jax.pallas.dispatch")) -> Found:
     """Which implementation encodes, decodes and updates on the GPU, and why: each kernel is run once against its reference."""
     if _nvidia(root) is None:
@@ -489,5 +506,6 @@ PROBES: tuple[Probe, ...] = (
     Probe("Python", python, "install leto_jax as a package (`uv sync`)"),
     Probe("packages", packages, "install leto_jax as a package (`uv sync`)"),
     Probe("GPU memory", gpu_memory, "uv sync --extra cuda; or train with --device cpu"),
+    Probe("GPU operability", gpu_operability, "uv sync --extra cuda; or train with --device cpu"),
     Probe("GPU kernels", gpu_kernels, "uv sync --extra cuda; or train with --device cpu"),
 )

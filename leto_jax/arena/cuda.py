@@ -20,20 +20,26 @@ from leto_jax import errors
 OLDEST_DRIVER = 12_000
 BUFFER_BYTES = 16 << 20
 MPS_DIRECTORY = "/tmp/nvidia-mps"
+MPS_FOUND = (
+    "expected no MPS (CUDA's multi-process service), found its control pipe: all its clients share one context, so a fault in the trainer "
+    "would take the shadow along; end it (`echo quit | nvidia-cuda-mps-control`), or unset CUDA_MPS_PIPE_DIRECTORY"
+)
 _SUPPORT = {
     "CU_DEVICE_ATTRIBUTE_VIRTUAL_MEMORY_MANAGEMENT_SUPPORTED": "virtual memory management",
     "CU_DEVICE_ATTRIBUTE_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR_SUPPORTED": "memory behind POSIX file descriptors",
 }
 
 
+def mps_is_active(directory: str | None) -> bool:
+    """Whether MPS has a control pipe. directory: CUDA_MPS_PIPE_DIRECTORY."""
+    return (Path(MPS_DIRECTORY if directory is None else directory) / "control").exists()
+
+
 @functools.cache
 def driver() -> Any:
     """`cuda.bindings.driver`, initialised. Raises DeviceError where there is no driver, one that is too old, or where MPS is active."""
-    if (Path(os.environ.get("CUDA_MPS_PIPE_DIRECTORY", MPS_DIRECTORY)) / "control").exists():
-        raise errors.DeviceError(
-            "expected no MPS (CUDA's multi-process service), found its control pipe: all its clients share one context, so a fault in the trainer "
-            "would take the shadow along; end it (`echo quit | nvidia-cuda-mps-control`), or unset CUDA_MPS_PIPE_DIRECTORY"
-        )
+    if mps_is_active(os.environ.get("CUDA_MPS_PIPE_DIRECTORY")):
+        raise errors.DeviceError(MPS_FOUND)
     try:
         from cuda.bindings import driver as module
     except ImportError as exception:

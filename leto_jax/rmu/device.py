@@ -34,7 +34,7 @@ from leto_jax.arena.memory import HostArena
 from leto_jax.arena.views import view
 from leto_jax.faults import Moment, Point
 from leto_jax.layout import Piece
-from leto_jax.records import BYTES, Kind, Record
+from leto_jax.records import BYTES, LOSS_WORD, SQUARES_WORD, Kind, Record
 from leto_jax.rmp.groups import unsealed_record, void_record
 from leto_jax.rmu import placed, programs
 from leto_jax.rmu.log import COPIES
@@ -77,8 +77,8 @@ class Guess(NamedTuple):
 class DeviceTransaction(Transaction):
     """See `Transaction`; for programs that `programs.trace(..., in_place=True)` has made."""
 
-    def __init__(self, retained: Retained, run: Mapping[str, Callable], epoch: int, at: Observer = faults.reach):
-        super().__init__(retained, run, epoch, at)
+    def __init__(self, retained: Retained, run: Mapping[str, Callable], epoch: int, at: Observer = faults.reach, rank: int = 0):
+        super().__init__(retained, run, epoch, at, rank)
         self._places: dict[tuple, list[jax.Array]] = {}  # donated to the next program that owns the place
         self._checked: set[tuple] = set()
         self._cleared = False
@@ -136,22 +136,25 @@ class DeviceTransaction(Transaction):
         self._computed = outputs[0]
         # On the device right behind it, so that the host waits once for all of it. `decide` takes the guess only if the record says the same.
         self._pending = super()._inspected()
-        loss, sumsq = outputs[-1], self._pending[0]
-        self._guess = Guess(step, loss, sumsq, super()._decided(step, loss, sumsq))
-        for array in jax.tree.leaves((outputs[1:], self._pending, self._guess.decided)):
+        ahead = [*outputs[1:], *self._pending]
+        if self.retained.job.spread is None:  # else decide wants the records of all ranks
+            loss, sumsq = outputs[-1], self._pending[0]
+            self._guess = Guess(step, loss, sumsq, self._decide(step, loss, sumsq))
+            ahead += self._guess.decided
+        for array in jax.tree.leaves(ahead):
             array.copy_to_host_async()
         return outputs
 
     def _inspected(self) -> tuple[jax.Array, jax.Array]:
         return self._pending
 
-    def _decided(self, step: int, loss: np.float32 | jax.Array, sumsq: np.float32 | jax.Array) -> tuple:
+    def _decided(self, step: int, header: Record) -> tuple:
         guess, self._guess = self._guess, None
         if guess is not None and guess.step == step:
-            bits = [np.asarray(value).tobytes() for value in (guess.loss, guess.sumsq, loss, sumsq)]
-            if bits[:2] == bits[2:]:
+            bits = [int(np.asarray(value).view(np.uint32)) for value in (guess.loss, guess.sumsq)]
+            if bits == [header.body[word] for word in (LOSS_WORD, SQUARES_WORD)]:
                 return guess.decided
-        return super()._decided(step, loss, sumsq)
+        return super()._decided(step, header)
 
     def _grads(self) -> Sequence[jax.Array]:
         return self._computed
@@ -400,9 +403,11 @@ class Drainer:
             guard.end_drain(piece, staged)
 
 
-def make_transaction(retained: Retained, run: Mapping[str, Callable], epoch: int, at: Observer = faults.reach) -> Transaction:
+def make_transaction(
+    retained: Retained, run: Mapping[str, Callable], epoch: int, at: Observer = faults.reach, rank: int = 0
+) -> Transaction:
     """The transaction that fits the programs of the job."""
-    return (DeviceTransaction if retained.job.in_place else Transaction)(retained, run, epoch, at)
+    return (DeviceTransaction if retained.job.in_place else Transaction)(retained, run, epoch, at, rank)
 
 
 def _words(record: Record) -> np.ndarray:

@@ -15,6 +15,7 @@ equal shapes keep their order too; `rmu.device` looks at the addresses.
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import itertools
 from collections.abc import Callable, Sequence
@@ -28,7 +29,7 @@ from leto_jax.layout import LeafSpec
 from leto_jax.pallas import dispatch
 from leto_jax.rmp import codec, matrix
 from leto_jax.rmu.log import COPIES
-from leto_jax.rmu.programs import Home, Job, Program, checksum_name, elementwise_update, encode_name, structs, update_name
+from leto_jax.rmu.programs import Home, Job, Program, checksum_name, elementwise_update, encode_name, gradient_forms, structs, update_name
 
 Array = jax.Array
 SEAL_PLACES = (6, 7)  # of the checksum of a block in its record: the second and third word of the body
@@ -49,8 +50,7 @@ def init_leaves(job: Job, placed: Sequence[Array], loose: Sequence[Sequence[Arra
 
 def gradients(job: Job) -> list[tuple[Home, jax.ShapeDtypeStruct]]:
     """Homes and forms of the gradients, but for empty ones, which have no place."""
-    forms = [jax.ShapeDtypeStruct(job.layout.spec.params[i].shape, job.sliced.leaves[i].grad_dtype) for i in job.differentiated]
-    return [(home, form) for home, form in zip(job.grad_homes, forms, strict=True) if form.size]
+    return [(home, form) for home, form in zip(job.grad_homes, gradient_forms(job), strict=True) if form.size]
 
 
 def mark_name(update: str) -> str:
@@ -115,26 +115,37 @@ def _placed(home: Home, leaf: LeafSpec) -> bool:
 
 def _init(job: Job) -> Program:
     whole = job.programs["init"]
+    *cuts, extras_part, copied = whole.out_parts
+    flat = [(*pair, part) for group, cut in zip(_groups(job), [*cuts, copied], strict=True) for pair, part in zip(group, cut, strict=True)]
 
     def run(key, places):
         params, opt, companions, extras, copies = whole.function(key)
-        placed: list[Array] = []
-        elsewhere: list[Array] = []
-        for group, leaves in zip(_groups(job), (params, opt, companions, copies), strict=True):
-            for item, leaf in zip(group, leaves, strict=True):
-                (placed if _placed(*item) else elsewhere).append(leaf)
+        leaves = [*params, *opt, *companions, *copies]
+        placed = [leaf for leaf, (home, spec, _) in zip(leaves, flat, strict=True) if _placed(home, spec)]
+        elsewhere = [leaf for leaf, (home, spec, _) in zip(leaves, flat, strict=True) if not _placed(home, spec)]
         return placed, (elsewhere, extras)
 
-    return Program("init", run, (*whole.arguments, structs([leaf for _, leaf in init_homes(job)])), len(whole.arguments))
+    here = [part for home, spec, part in flat if _placed(home, spec)]
+    elsewhere = [part for home, spec, part in flat if not _placed(home, spec)]
+    return dataclasses.replace(
+        whole,
+        function=run,
+        arguments=(*whole.arguments, structs([leaf for _, leaf in init_homes(job)])),
+        places=len(whole.arguments),
+        parts=whole.parts and (*whole.parts, here),
+        out_parts=(here, (elsewhere, extras_part)),
+    )
 
 
 def _compute(job: Job) -> Program:
-    whole = job.programs["compute"]
-    return Program(
-        "compute",
-        lambda *arguments: whole.function(*arguments[:-1]),
-        (*whole.arguments, [form for _, form in gradients(job)]),
-        len(whole.arguments),
+    whole, forms = job.programs["compute"], gradient_forms(job)
+    here = [part for part, form in zip(whole.out_parts[0], forms, strict=True) if form.size]
+    return dataclasses.replace(
+        whole,
+        function=lambda *arguments: whole.function(*arguments[:-1]),
+        arguments=(*whole.arguments, [form for _, form in gradients(job)]),
+        places=len(whole.arguments),
+        parts=whole.parts and (*whole.parts, here),
     )
 
 

@@ -6,6 +6,7 @@ its call needs no user pytree and its executable can be loaded in another proces
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
 import itertools
@@ -16,13 +17,16 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import optax
+from jax.sharding import NamedSharding, PartitionSpec
 
 from leto_jax import errors
 from leto_jax import layout as layouts
 from leto_jax.config import Protection
 from leto_jax.layout import JobSpec, Layout, LeafSpec, SignatureSpec
+from leto_jax.records import BODY_WORD, BYTES, LOSS_WORD, SQUARES_WORD
 from leto_jax.rmp import codec
 from leto_jax.rmu import slicing
+from leto_jax.rmu.spread import SAME, Sharding, Spread, resolve
 
 PyTree = Any
 Array = jax.Array
@@ -52,13 +56,36 @@ class Program:
     """A named function of flat arrays, with the ShapeDtypeStructs of its arguments (a tuple of lists or arrays).
 
     places: number of the argument that is donated: arrays over retained memory, in the order of the first outputs, which go there. None: the
-    outputs are arrays of their own.
+    outputs are arrays of their own. parts, out_parts: of a program over all ranks how its arguments and outputs are spread, with a PartitionSpec for each leaf;
+    the function takes whole leaves, `arguments` are the shards. None: a program of one rank.
     """
 
     name: str
     function: Callable
     arguments: tuple
     places: int | None = None
+    parts: tuple | None = None
+    out_parts: PyTree = None
+
+
+@dataclasses.dataclass(frozen=True)
+class Whole:
+    """The leaves as the user's functions see them. `Layout` and the specs in `Job` are of what one rank keeps."""
+
+    params: tuple[LeafSpec, ...]
+    opt: tuple[LeafSpec, ...]
+    companions: tuple[LeafSpec, ...]
+    batch: tuple[LeafSpec, ...]
+
+
+@dataclasses.dataclass(frozen=True)
+class Parts:
+    """How the leaves of `Whole` are cut over the ranks."""
+
+    params: tuple[PartitionSpec, ...]
+    opt: tuple[PartitionSpec, ...]
+    companions: tuple[PartitionSpec, ...]
+    batch: tuple[PartitionSpec, ...]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -93,7 +120,8 @@ class Job:
 
     differentiated: parameter leaves whose gradient is computed, in order; grad_homes: where each of them lies (the parameter's home, whose
     signature has the gradient lane, or among the loose gradients). copied: parameter leaves with a compute copy. in_place: programs write to
-    their places themselves (`rmu.device`). decide_reads: indices of the parameters, optimizer state and companions that decide reads.
+    their places themselves (`rmu.device`). decide_reads: indices of the parameters, optimizer state and companions that decide reads. spread: over
+    which ranks, None where one trains alone.
     """
 
     layout: Layout
@@ -109,6 +137,9 @@ class Job:
     companion_specs: tuple[LeafSpec, ...]
     differentiated: tuple[int, ...]
     copied: tuple[int, ...]
+    whole: Whole
+    parts: Parts
+    spread: Spread | None = None
     in_place: bool = False
     decide_reads: tuple[tuple[int, ...], ...] = ((), (), ())
 
@@ -177,13 +208,31 @@ def _store(tree: PyTree) -> list[Array]:
     return [to_storage(x) for x in jax.tree_util.tree_leaves(tree)]
 
 
-def trace(init: Callable, step: StepSpec, batch: PyTree, key: Array, protection: Protection, in_place: jax.Device | None = None) -> Job:
+def trace(
+    init: Callable,
+    step: StepSpec,
+    batch: PyTree,
+    key: Array,
+    protection: Protection,
+    in_place: jax.Device | None = None,
+    sharding: Sharding | None = None,
+) -> Job:
     """Traces the user's functions abstractly and plans the job. Nothing is computed, nothing is allocated.
 
-    batch: one batch (its values are not used). key: the base key; step t gets fold_in(key, t). in_place: the device whose programs shall
-    write to retained memory themselves; None where outputs are copied there.
+    batch: one batch, of several ranks this one's part (its values are not used). key: the base key; step t gets fold_in(key, t). in_place: the
+    device whose programs shall write to retained memory themselves; None where outputs are copied there. sharding: over several ranks.
     Raises LayoutError, UsageError or UnsupportedOptimizerError.
     """
+    spread = None
+    if sharding is not None or jax.process_count() > 1:
+        spread = resolve(sharding, jax.eval_shape(lambda k: init(k)[0], key), batch)
+    with jax.set_mesh(spread.mesh) if spread is not None else contextlib.nullcontext():
+        return _trace(init, step, batch, key, protection, in_place, spread)
+
+
+def _trace(
+    init: Callable, step: StepSpec, batch: PyTree, key: Array, protection: Protection, in_place: jax.Device | None, spread: Spread | None
+) -> Job:
     (params, extras), _ = _abstract(init, key)
     _, param_specs = _abstract(lambda k: init(k)[0], key)
     _, extra_specs = _abstract(lambda k: init(k)[1], key)
@@ -203,12 +252,18 @@ def trace(init: Callable, step: StepSpec, batch: PyTree, key: Array, protection:
         raise errors.LayoutError("expected at least one parameter that the optimizer changes, found only frozen ones")
     differentiated = tuple(i for i, leaf in enumerate(sliced.leaves) if leaf.needs_grad or not leaf.frozen)
 
-    params_tree = jax.tree_util.tree_structure(params)
+    params_tree, batch_specs = jax.tree_util.tree_structure(params), leaf_specs(batch)
+    parts, whole_batch = _parts(spread, sliced, len(opt_specs), len(companion_specs), len(param_specs)), batch_specs
+    if spread is not None:
+        whole_batch = tuple(
+            dataclasses.replace(x, shape=spread.whole_shape(x.shape, part)) for x, part in zip(batch_specs, parts.batch, strict=True)
+        )
     compute = compute_function(step, params_tree, differentiated)
+    logical = [jax.ShapeDtypeStruct(x.shape, jnp.dtype(x.logical_dtype or x.dtype)) for x in whole_batch]
     arguments = (
         _seen_params(params, step.compute_dtype),
         extras,
-        jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), batch),
+        jax.tree.unflatten(jax.tree.structure(batch), logical),
         key,
     )
     (loss, grads, new_extras, metrics), _ = _abstract(compute, *arguments)
@@ -218,6 +273,12 @@ def trace(init: Callable, step: StepSpec, batch: PyTree, key: Array, protection:
     if any(grad_dtypes[i] != jnp.dtype(param_specs[i].dtype) for i in differentiated):
         sliced = slice_with(grad_dtypes=[grad_dtypes.get(i) for i in range(len(param_specs))])
 
+    whole = Whole(param_specs, opt_specs, companion_specs, whole_batch)
+    if spread is not None:  # from here on the leaves are what one rank keeps
+        shards = lambda specs, cuts: tuple(spread.local(x, part) for x, part in zip(specs, cuts, strict=True))
+        param_specs, opt_specs = shards(param_specs, parts.params), shards(opt_specs, parts.opt)
+        companion_specs = shards(companion_specs, parts.companions)
+        _check_update_of_shards(sliced, whole.params, parts, spread)
     homes: dict[tuple[str, int], Home] = {}
     signatures = [
         _signature_spec(sliced, number, param_specs, opt_specs, companion_specs, homes) for number in range(len(sliced.signatures))
@@ -252,7 +313,7 @@ def trace(init: Callable, step: StepSpec, batch: PyTree, key: Array, protection:
             values=values,
             extras=extra_specs,
             metrics=metric_specs,
-            batch=leaf_specs(batch),
+            batch=batch_specs,
             loose_grads=tuple(dataclasses.replace(param_specs[i], dtype=grad_dtypes[i].name) for i in loose),
             protection=protection,
         )
@@ -273,6 +334,9 @@ def trace(init: Callable, step: StepSpec, batch: PyTree, key: Array, protection:
         companion_specs=companion_specs,
         differentiated=differentiated,
         copied=tuple(i for i in range(len(param_specs)) if ("compute", i) in homes),
+        whole=whole,
+        parts=parts,
+        spread=spread,
         in_place=in_place is not None,
     )
     decide, reads = _decide_program(job, step)
@@ -285,6 +349,30 @@ def trace(init: Callable, step: StepSpec, batch: PyTree, key: Array, protection:
 
         job.programs.update(placed.programs(job, in_place))
     return job
+
+
+def _parts(spread: Spread | None, sliced: slicing.Sliced, opt: int, companions: int, params: int) -> Parts:
+    """How each leaf is cut: optimizer state and companions as the parameter that they belong to, what belongs to none not at all."""
+    if spread is None:
+        return Parts((SAME,) * params, (SAME,) * opt, (SAME,) * companions, ())
+    by_state = {j: spread.params[i] for i, leaf in enumerate(sliced.leaves) for j in leaf.states}
+    return Parts(
+        spread.params,
+        tuple(by_state.get(j, SAME) for j in range(opt)),
+        spread.params * (companions // params if params else 0),
+        spread.batch,
+    )
+
+
+def _check_update_of_shards(sliced: slicing.Sliced, params: Sequence[LeafSpec], parts: Parts, spread: Spread) -> None:
+    """Raises UnsupportedOptimizerError for a leaf that is cut and whose update needs all of it."""
+    for signature in sliced.signatures:
+        for i in signature.leaves:
+            if not signature.elementwise and spread.is_cut(parts.params[i]):
+                raise errors.UnsupportedOptimizerError(
+                    f"{params[i].path}: its update is not elementwise, and {parts.params[i]} cuts it over ranks, who may not talk to each other in an "
+                    "update that one of them may have to repeat; give it PartitionSpec(), or take an elementwise optimizer"
+                )
 
 
 def _seen_params(params: PyTree, compute_dtype) -> PyTree:
@@ -395,17 +483,17 @@ def _signature_spec(
 
 def _decide_program(job: Job, step: StepSpec) -> tuple[Program, tuple[tuple[int, ...], ...]]:
     """Decide, and the indices of the parameters, optimizer state and companions that it reads: it takes only these."""
-    spec, sliced = job.layout.spec, job.sliced
-    groups = (structs(spec.params), structs(job.opt_specs), structs(job.companion_specs))
+    sliced, spread, whole, parts = job.sliced, job.spread, job.whole, job.parts
+    groups = (structs(whole.params), structs(whole.opt), structs(whole.companions))
     scalar = lambda dtype: jax.ShapeDtypeStruct((), jnp.dtype(dtype))
-    grads = [jax.ShapeDtypeStruct(spec.params[i].shape, sliced.leaves[i].grad_dtype) for i in job.differentiated]
+    grads = [jax.ShapeDtypeStruct(whole.params[i].shape, sliced.leaves[i].grad_dtype) for i in job.differentiated]
 
-    def whole(grads, params, states, companions, loss, sumsq, number):
-        full: list[Array | None] = [None] * len(spec.params)
+    def decide(grads, params, states, companions, loss, sumsq, number):
+        full: list[Array | None] = [None] * len(whole.params)
         for i, grad in zip(job.differentiated, grads, strict=True):
             full[i] = grad
         by_name = {name: companions[n * len(params) : (n + 1) * len(params)] for n, name in enumerate(sliced.companions)}
-        params = [from_storage(x, s) for x, s in zip(params, spec.params, strict=True)]
+        params = [from_storage(x, s) for x, s in zip(params, whole.params, strict=True)]
         new_shared, values = sliced.decide(full, params, states, by_name, number, loss)
         finite = jnp.isfinite(loss) & jnp.isfinite(sumsq)
         otherwise = {"stop": STOP, "skip": SKIP, "continue": APPLY}[step.non_finite]
@@ -414,7 +502,7 @@ def _decide_program(job: Job, step: StepSpec) -> tuple[Program, tuple[tuple[int,
         return kept, [to_storage(x) for x in values], verdict
 
     rest = scalar("float32"), scalar("float32"), scalar("int32")
-    traced = jax.make_jaxpr(whole)(grads, *groups, *rest).jaxpr
+    traced = jax.make_jaxpr(decide)(grads, *groups, *rest).jaxpr
     read = {id(var) for eqn in traced.eqns for var in eqn.invars} | {id(var) for var in traced.outvars}
     inputs = iter(traced.invars[len(grads) :])
     reads = tuple(tuple(i for i, var in enumerate(itertools.islice(inputs, len(group))) if id(var) in read) for group in groups)
@@ -426,16 +514,32 @@ def _decide_program(job: Job, step: StepSpec) -> tuple[Program, tuple[tuple[int,
 
     def run(grads, params, states, companions, loss, sumsq, number):
         params, states, companions = map(filled, (params, states, companions), reads, groups)
-        return whole(grads, params, states, companions, loss, sumsq, number)
+        return decide(grads, params, states, companions, loss, sumsq, number)
 
-    taken = [[group[i] for i in needed] for group, needed in zip(groups, reads, strict=True)]
-    return Program("decide", run, (grads, *taken, *rest)), reads
+    def run_over_ranks(grads, params, states, companions, row, number):
+        """row: of each rank the gradient record, which all of them see; they reduce what they see in the same order."""
+        assert spread is not None
+        rows = jax.lax.with_sharding_constraint(row, NamedSharding(spread.mesh, SAME))[jnp.asarray(spread.by_rank)]
+        words = jax.lax.bitcast_convert_type(rows[:, BODY_WORD + LOSS_WORD : BODY_WORD + SQUARES_WORD + 1], jnp.float32)
+        sumsq = functools.reduce(jnp.add, [words[rank, 1] for rank in range(spread.count)])
+        return *run(grads, params, states, companions, words[0, 0], sumsq, number), rows
+
+    shards = (structs(job.layout.spec.params), structs(job.opt_specs), structs(job.companion_specs))
+    taken = [[group[i] for i in needed] for group, needed in zip(shards, reads, strict=True)]
+    own = gradient_forms(job)
+    if spread is None:
+        return Program("decide", run, (own, *taken, *rest)), reads
+    cut = [[group[i] for i in needed] for group, needed in zip((parts.params, parts.opt, parts.companions), reads, strict=True)]
+    row = jax.ShapeDtypeStruct((1, BYTES // 4), jnp.uint32)
+    over = ([parts.params[i] for i in job.differentiated], *cut, spread.each, SAME)
+    return Program("decide", run_over_ranks, (own, *taken, row, scalar("int32")), None, over, SAME), reads
 
 
 def _programs(job: Job, init, init_companions, compute, step: StepSpec, key_spec: LeafSpec):
     """Every program of the job. Names are stable: they are keys of the executables' blob and of the program hashes."""
-    plan, trees = job.layout, job.trees
-    spec, protection = plan.spec, plan.spec.protection
+    plan, trees, parts, over = job.layout, job.trees, job.parts, job.spread is not None
+    spec, protection, whole = plan.spec, plan.spec.protection, job.whole
+    copied = [parts.params[i] for i in job.copied]
     scalar = lambda dtype: jax.ShapeDtypeStruct((), jnp.dtype(dtype))
     key_struct = struct(key_spec)
 
@@ -446,12 +550,15 @@ def _programs(job: Job, init, init_companions, compute, step: StepSpec, key_spec
         copies = [leaves[i].astype(step.compute_dtype) for i in job.copied]
         return _store(params), _store(step.tx.init(params)), _store(companions), _store(extras), copies
 
-    yield Program("init", run_init, (key_struct,))
+    everything = (list(parts.params), list(parts.opt), list(parts.companions), SAME, copied)
+    yield Program("init", run_init, (key_struct,), None, (SAME,) if over else None, everything)
 
     seen_specs = list(spec.params)
     for i in job.copied:
         dtype = jnp.dtype(step.compute_dtype).name
         seen_specs[i] = dataclasses.replace(spec.params[i], dtype=dtype, logical_dtype=dtype)
+    read_parts = (list(parts.params), [SAME] * len(spec.extras), list(parts.batch), SAME, SAME)
+    made_parts = ([parts.params[i] for i in job.differentiated], SAME, SAME, SAME)
 
     def run_compute(params, extras, batch, key, number):
         values = [from_storage(x, s) for x, s in zip(params, seen_specs, strict=True)]
@@ -460,12 +567,13 @@ def _programs(job: Job, init, init_companions, compute, step: StepSpec, key_spec
         loss, grads, new_extras, metrics = compute(
             jax.tree_util.tree_unflatten(trees.params, values),
             _load(extras, spec.extras, trees.extras),
-            _load(batch, spec.batch, trees.batch),
+            _load(batch, whole.batch, trees.batch),
             jax.random.fold_in(from_storage(key, key_spec), number),
         )
         return list(grads), _store(new_extras), _store(metrics), loss.astype(jnp.float32)
 
-    yield Program("compute", run_compute, (structs(seen_specs), structs(spec.extras), structs(spec.batch), key_struct, scalar("int32")))
+    read = (structs(seen_specs), structs(spec.extras), structs(spec.batch), key_struct, scalar("int32"))
+    yield Program("compute", run_compute, read, None, read_parts if over else None, made_parts)
 
     for number, signature in enumerate(plan.signatures):
         seen: set[str] = set()
@@ -495,8 +603,12 @@ def _programs(job: Job, init, init_companions, compute, step: StepSpec, key_spec
         squares = [*(square for square, _ in found), *(inspected(flat[i])[0] for i in sorted(loose))]
         return sum(squares), jnp.stack([sums for _, sums in found]) if found else jnp.zeros((0, 2), jnp.uint32)
 
-    grads = [jax.ShapeDtypeStruct(spec.params[i].shape, job.sliced.leaves[i].grad_dtype) for i in job.differentiated]
-    yield Program("inspect", run_inspect, (grads,))
+    yield Program("inspect", run_inspect, (gradient_forms(job),))
+
+
+def gradient_forms(job: Job) -> list[jax.ShapeDtypeStruct]:
+    """What a rank keeps of each gradient."""
+    return [jax.ShapeDtypeStruct(job.layout.spec.params[i].shape, job.sliced.leaves[i].grad_dtype) for i in job.differentiated]
 
 
 def inspected(grad: Array) -> tuple[Array, Array]:

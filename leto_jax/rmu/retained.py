@@ -14,7 +14,7 @@ from leto_jax.arena.memory import Arena
 from leto_jax.arena.metadata import HostMetadata, touches
 from leto_jax.arena.views import view
 from leto_jax.layout import Chunk, LeafSpec, Packed, Piece
-from leto_jax.records import Kind, Record
+from leto_jax.records import SUMS_WORD, Kind, Record
 from leto_jax.rmp import checksum
 from leto_jax.rmp.groups import Guard
 from leto_jax.rmu.log import Log
@@ -159,27 +159,36 @@ class Retained:
             found.append(zlib.crc32(self.device.view(region.offset, region.nbytes)))
         return tuple(found)
 
-    def decided_sums(self, step: int) -> np.ndarray:
-        """The checksums of the gradients that decide noted for `step`: uint32[gradient parts, 2]."""
-        place = len(self.layout.spec.shared) + len(self.layout.spec.values)
-        offset = self.region(f"scalars{step % 2}") + self.layout.scalars.offsets[place]
-        return self.device.array(offset, (len(self.layout.gradient_parts), 2), np.dtype(np.uint32))
+    def noted_sums(self) -> np.ndarray | None:
+        """The checksums of the gradients that compute noted beside them, uint32[gradient parts, 2]; None if they are not those of the header."""
+        region, header = self.layout.by_name["gradient_sums"], self.header()
+        found = np.array(self.device.array(region.offset, (len(self.layout.gradient_parts), 2), np.dtype(np.uint32)))
+        return found if header is not None and zlib.crc32(found) == header.body[SUMS_WORD] else None
+
+    def scalars(self, step: int) -> bytes:
+        """The scalars of `step`, which are the same on all ranks, as they lie."""
+        region = self.layout.by_name[f"scalars{step % 2}"]
+        return self.device.view(region.offset, region.nbytes).tobytes()
 
     def life(self) -> Life:
         record = self.metadata.latest(Kind.LIFE)
         return Life(record.body[0]) if record else Life.EMPTY
 
     def picture(self, gradient_sums: Callable[[], np.ndarray]) -> Picture:
-        """Everything that the decision after a failure depends on. gradient_sums: `Transaction.gradient_sums`, asked if there is an intent."""
+        """Everything that the decision after a failure depends on. gradient_sums: `Transaction.gradient_sums`, asked if the gradients may be
+        needed."""
         contents, header, lost = self.log.read(), self.header(), self.metadata.lost()
         stored = (header.step, header.epoch) if header is not None and header.step else None
         commit = contents.commit
         steps = () if commit is None else (commit, commit + 1)
         hurt: set[int] = set()
-        if commit is not None and any(intent.step == commit + 1 for intent in contents.intents):
-            hurt = {self.layout.gradient_parts[n].chunk for n in checksum.locate(self.decided_sums(commit + 1), gradient_sums())}
+        if commit is not None and stored is not None and stored[0] == commit + 1:
+            parts, noted = self.layout.gradient_parts, self.noted_sums()
+            bad = range(len(parts)) if noted is None else checksum.locate(noted, gradient_sums())
+            hurt = {parts[n].chunk for n in bad}
         log_lost = all(touches(lost, "device", self.region(name), self.layout.by_name[name].nbytes) for name in ("log0", "log1"))
-        return Picture(self.life(), contents, stored, {step: self.digest(step) for step in steps}, frozenset(hurt), log_lost)
+        scalars = {step: self.scalars(step) for step in steps} if self.job.spread is not None else {}
+        return Picture(self.life(), contents, stored, {step: self.digest(step) for step in steps}, frozenset(hurt), log_lost, scalars)
 
     # ------------------------------------------------------------------------------------------------------------------------------
 

@@ -8,6 +8,7 @@ from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 
 import jax
+import numpy as np
 
 from leto_jax import errors
 from leto_jax.arena.metadata import LostRange, touches
@@ -65,6 +66,9 @@ def recover(
             )
         placed = plan.first[rank] if plan.action is Action.ROLL_FORWARD else 0
         retained.log.repair()
+        if rank in plan.copied_scalars:
+            step, data = plan.copied_scalars[rank]
+            retained.device.store(Point.SCALARS_COPY, retained.region(f"scalars{step % 2}"), np.array(bytearray(data)))
         _void_lost_blocks(retained)
         repaired = _repair_pages(retained, transaction, plan.target, placed)
         # From here no byte that counts is lost. The list names addresses, and rolling forward moves other data to them.

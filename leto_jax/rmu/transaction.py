@@ -14,7 +14,9 @@ rmp.groups and in train.ring, always through `Arena.store` or through a program 
 from __future__ import annotations
 
 import time
+import zlib
 from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -23,7 +25,7 @@ import numpy as np
 from leto_jax import errors, faults, records
 from leto_jax.faults import Phase, Point
 from leto_jax.layout import Packed, Piece
-from leto_jax.records import Kind, Record
+from leto_jax.records import LOSS_WORD, SQUARES_WORD, Kind, Record
 from leto_jax.rmu import programs
 from leto_jax.rmu.recovery import Life
 from leto_jax.rmu.retained import Retained
@@ -35,16 +37,16 @@ Observer = Callable[[Phase, int, int], None]
 class Transaction:
     """Writes one rank's retained memory. One at a time exists per rank: the lease, and the fence before it, see to that.
 
-    run: compiled programs by name. epoch: of this incarnation; it goes into every record. at(phase, step, chunk): told where the step is.
+    run: compiled programs by name. epoch: of this incarnation; it goes into every record. at(phase, step, chunk): told where the step is. rank:
+    whose memory it is, among those of `job.spread`.
     """
 
-    def __init__(self, retained: Retained, run: Mapping[str, Callable], epoch: int, at: Observer = faults.reach):
-        self.retained, self.layout, self._run, self.epoch, self.at = retained, retained.layout, run, epoch, at
+    def __init__(self, retained: Retained, run: Mapping[str, Callable], epoch: int, at: Observer = faults.reach, rank: int = 0):
+        self.retained, self.layout, self._run, self.epoch, self.at, self.rank = retained, retained.layout, run, epoch, at, rank
         self._device = retained.device
         self._committed_ns = 0
         self.stale_ns = 0  # how long the host copy of the parity was behind the data, in all
         self.scrub_bytes = self.layout.spec.protection.scrub_bytes_per_step
-        self._sums = np.zeros((0, 2), np.uint32)  # of the gradients of the step that is computed
         self._cursor = (0, 0)  # piece and page at which the next scrub slice begins
 
     def init(self, key: jax.Array) -> Sequence[Sequence]:
@@ -129,33 +131,33 @@ class Transaction:
         self._store_packed(Point.METRICS, "metrics", self.layout.metrics, step, metrics)
         for home, grad in zip(retained.job.grad_homes, grads, strict=True):
             self._store(Point.GRADIENTS, retained.grad_place(home), grad)
-        sumsq, self._sums = jax.device_get(self._inspected())
-        body = (records.float_bits(float(loss)), records.float_bits(float(sumsq)))
-        self._device.store_record(Point.GRADIENTS_STORED, header, Record(Kind.GRADIENTS, self.epoch, step, body=body))
+        sumsq, sums = jax.device_get(self._inspected())
+        if sums.size:
+            self._device.store(Point.GRADIENT_SUMS, self.retained.region("gradient_sums"), sums)
+        body = (records.float_bits(float(loss)), records.float_bits(float(sumsq)), zlib.crc32(np.ascontiguousarray(sums)))
+        self._device.store_record(Point.GRADIENTS_STORED, header, Record(Kind.GRADIENTS, self.epoch, step, self.rank, body))
 
     def decide(self, step: int) -> Record:
         """Reads the gradient record back, runs the whole-tree part of the optimizer, stores scalars and intent. Returns the intent.
 
-        Raises NonFiniteLossError (nothing stored) and UnrecoverableError if what was stored does not read back.
+        With several ranks the records of all of them are gathered and checked: who stores an intent knows that every rank has its gradients.
+
+        Raises NonFiniteLossError (nothing stored) and UnrecoverableError if what was stored does not read back, here or on another rank.
         Crash: without a valid intent the step is redone; with one it is rolled forward.
         """
         retained = self.retained
-        header = retained.header()
-        if header is None or (header.step, header.epoch) != (step, self.epoch):
-            raise errors.UnrecoverableError(
-                f"gradient record: expected step {step}, epoch {self.epoch}, found {header}; no intent was stored, the step can be redone"
-            )
-        loss, sumsq = (np.float32(records.bits_float(word)) for word in header.body[:2])
-        decided = self._decided(step, loss, sumsq)
+        header = self._own(retained.header(), step, self.rank)
+        decided = self._decided(step, header)
         self.wait_drained()
         self._announce(step)
-        shared, values, verdict = jax.device_get(decided)
+        shared, values, verdict, *gathered = jax.device_get(decided)
+        loss, sumsq = self._reduced(gathered[0], step) if gathered else _found(header)
         if int(verdict) == programs.STOP:
             raise errors.NonFiniteLossError(
                 f"step {step}: loss {float(loss)!r}, sum of squared gradients {float(sumsq)!r}; the state of step {step - 1} is kept. "
                 "Pass non_finite='skip' or 'continue' to TrainStep to go on over such steps"
             )
-        self._store_packed(Point.SCALARS, "scalars", self.layout.scalars, step, [*shared, *values, self._sums, loss, sumsq, verdict])
+        self._store_packed(Point.SCALARS, "scalars", self.layout.scalars, step, [*shared, *values, loss, sumsq, verdict])
         intent = Record(Kind.INTENT, self.epoch, step, body=(*retained.digest(step), len(self.layout.chunks)))
         retained.log.write(Point.INTENT, intent)
         if not retained.log.holds(intent):
@@ -163,6 +165,27 @@ class Transaction:
                 f"step {step}: the intent does not read back from the log; nothing of the update was dispatched"
             )
         return intent
+
+    def _own(self, header: Record | None, step: int, rank: int) -> Record:
+        """A rank's gradient record, if it is that of `step`."""
+        if header is None or (header.step, header.epoch, header.index) != (step, self.epoch, rank):
+            raise errors.UnrecoverableError(
+                f"gradient record of rank {rank}: expected step {step}, epoch {self.epoch}, found {header}; no intent was stored, the step can be redone"
+            )
+        return header
+
+    def _reduced(self, rows: np.ndarray, step: int) -> tuple[np.float32, np.float32]:
+        """Loss and sum of squares from the records of all ranks, uint32[ranks, 16] in rank order, each of which is checked."""
+        found = [self._own(records.unpack(row.tobytes(), Kind.GRADIENTS), step, rank) for rank, row in enumerate(rows)]
+        loss, sumsq = _found(found[0])
+        for rank, record in enumerate(found[1:], 1):
+            other, more = _found(record)
+            if record.body[LOSS_WORD] != found[0].body[LOSS_WORD]:
+                raise errors.UnrecoverableError(
+                    f"gradient record of rank {rank}: expected the loss {loss!r} of rank 0, found {other!r}; no intent was stored, the step can be redone"
+                )
+            sumsq = np.float32(sumsq + more)
+        return loss, sumsq
 
     def update(self, step: int, intent: Record, first: int = 0) -> None:
         """Applies the chunks of update `step` from number `first` of its order on.
@@ -264,9 +287,15 @@ class Transaction:
         """Of the retained gradients: their sum of squares, and the checksum of each part."""
         return self._run["inspect"](self._grads())
 
-    def _decided(self, step: int, loss: np.float32 | jax.Array, sumsq: np.float32 | jax.Array) -> tuple:
-        """Shared scalars, values and verdict of `step`, from the retained gradients and their record's loss and sum of squares."""
-        return self._run["decide"](self._grads(), *self.retained.decided_from(step - 1), loss, sumsq, np.int32(step))
+    def _decided(self, step: int, header: Record) -> tuple:
+        """Shared scalars, values and verdict of `step`, from the retained gradients and their record; the records of all ranks, if there are
+        several."""
+        if self.retained.job.spread is None:
+            return self._decide(step, *_found(header))
+        return self._decide(step, np.frombuffer(header.pack(), np.uint32)[None])
+
+    def _decide(self, step: int, *found: Any) -> tuple:
+        return self._run["decide"](self._grads(), *self.retained.decided_from(step - 1), *found, np.int32(step))
 
     def _store(self, point: Point, offset: int, leaf) -> None:
         """What a program has made goes to its place."""
@@ -330,3 +359,9 @@ class Transaction:
             flat = np.ascontiguousarray(leaf).reshape(-1).view(np.uint8)
             data[offset : offset + spec.nbytes] = flat
         self._device.store(point, region.offset, data)
+
+
+def _found(header: Record) -> tuple[np.float32, np.float32]:
+    """Loss and sum of squares that a gradient record holds."""
+    loss, sumsq = (np.float32(records.bits_float(header.body[word])) for word in (LOSS_WORD, SQUARES_WORD))
+    return loss, sumsq

@@ -16,11 +16,12 @@ import threading
 import time
 from pathlib import Path
 
-from leto_jax import errors
+from leto_jax import distributed, errors
 from leto_jax.config import Process
 from leto_jax.manager import fence, protocol
 from leto_jax.shadow.member import AGENT_SOCKET
 
+MEET_SECS = 120.0  # for all ranks to start
 RETURN_SECS = 10.0  # for the manager to end us when the agent is dead
 FENCE_SECS = 5.0
 END_SECS = RETURN_SECS + FENCE_SECS + 5.0
@@ -33,6 +34,8 @@ def main() -> None:
     guardian = Guardian(process) if process.role != "plan" else None
     if guardian is not None:
         guardian.start()
+    if process.ranks > 1 and process.role != "plan":
+        distributed.join(process.coordinator, process.rank, process.ranks, MEET_SECS)
     script = sys.argv[1]
     sys.argv = sys.argv[1:]
     sys.path[0] = str(Path(script).resolve().parent)

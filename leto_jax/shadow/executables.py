@@ -22,7 +22,9 @@ from jax.experimental.compilation_cache import compilation_cache
 
 from leto_jax import errors
 from leto_jax import layout as layouts
+from leto_jax.distributed import Ranks
 from leto_jax.rmu.programs import Job, Program
+from leto_jax.rmu.spread import Spread
 
 MAGIC = b"LETOPROG"
 VERSION = 1
@@ -43,6 +45,10 @@ class Identity:
 
     def to_bytes(self) -> bytes:
         return json.dumps(dataclasses.asdict(self), sort_keys=True).encode()
+
+    def of_rank(self, rank: str) -> Identity:
+        """The identity that an equal process of another rank has."""
+        return dataclasses.replace(self, environment=tuple((name, rank if name == "rank" else value) for name, value in self.environment))
 
     @staticmethod
     def from_bytes(data: bytes) -> Identity:
@@ -73,14 +79,26 @@ class Identity:
 
 def lower(job: Job) -> dict[str, jax.stages.Lowered]:
     """Every program of the job, traced to StableHLO. Cost: seconds for a large model; nothing is compiled."""
-    return {name: _jit(program).lower(*program.arguments) for name, program in job.programs.items()}
+    return {name: _lower(program, job.spread) for name, program in job.programs.items()}
 
 
-def _jit(program: Program) -> Any:
-    if program.places is None:
-        return jax.jit(program.function)
-    # Unused arguments are kept: places are only written to, and a token only orders.
-    return jax.jit(program.function, donate_argnums=program.places, keep_unused=True)
+def _lower(program: Program, spread: Spread | None) -> jax.stages.Lowered:
+    # Unused arguments are kept where there are places, which are only written to, and where ranks must agree on what is passed.
+    settings: dict[str, Any] = {"donate_argnums": program.places, "keep_unused": True} if program.places is not None else {}
+    if program.parts is None or spread is None:
+        return jax.jit(program.function, **settings).lower(*program.arguments)
+    settings |= {"out_shardings": spread.named(program.out_parts), "keep_unused": True}
+    with jax.set_mesh(spread.mesh):  # what the user's functions constrain, they do by axes of the mesh
+        return jax.jit(program.function, **settings).lower(*spread.structs(program.arguments, program.parts))
+
+
+def over_ranks(job: Job, run: Mapping[str, Callable]) -> Mapping[str, Callable]:
+    """The programs as one rank calls them, with its shards: those over all ranks joined and cut."""
+    spread = job.spread
+    if spread is None:
+        return run
+    parts = {name: program.parts for name, program in job.programs.items()}
+    return {name: call if parts[name] is None else spread.call(call, parts[name]) for name, call in run.items()}
 
 
 def identify(job: Job, lowered: Mapping[str, jax.stages.Lowered]) -> Identity:
@@ -89,12 +107,25 @@ def identify(job: Job, lowered: Mapping[str, jax.stages.Lowered]) -> Identity:
         "jax": jax.__version__,
         "platform": f"{device.platform} {device.device_kind}",
         "platform_version": str(getattr(device.client, "platform_version", "")),
+        "rank": f"{jax.process_index()} of {jax.process_count()}",
         "XLA_FLAGS": os.environ.get("XLA_FLAGS", ""),
         "jax_enable_x64": str(jax.config.jax_enable_x64),
         "jax_default_matmul_precision": str(jax.config.jax_default_matmul_precision),
     }
     hashes = {name: hashlib.sha256(item.as_text().encode()).hexdigest() for name, item in lowered.items()}
     return Identity(layouts.to_bytes(job.layout).decode(), tuple(hashes.items()), tuple(environment.items()))
+
+
+def require_equal_ranks(mine: Identity, ranks: Ranks, secs: float) -> None:
+    """Raises IdentityError or LayoutError, on every rank, if one of them has traced something else than rank 0; DeadlineError."""
+    found = [Identity.from_bytes(data) for data in ranks.gather("identities", mine.of_rank("").to_bytes(), secs)]
+    for rank, other in enumerate(found[1:], 1):
+        try:
+            found[0].require_equal(other)
+        except (errors.IdentityError, errors.LayoutError) as exception:
+            raise type(exception)(
+                f"rank {rank} differs from rank 0, all ranks must run the same script with the same arguments: {exception}"
+            ) from exception
 
 
 def compile_all(lowered: Mapping[str, jax.stages.Lowered], to_pack: bool = False) -> dict[str, jax.stages.Compiled]:

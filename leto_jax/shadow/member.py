@@ -26,7 +26,15 @@ AGENT_SOCKET = "agent.sock"
 CHECKPOINT_FILE = "checkpoint.json"  # in the runtime directory: where the agent wants the state
 SEND_SECS = 10.0
 MANAGER_SECS = 20.0
-IDENTITY, PROGRAMS = "identity", "programs"
+
+
+def blob_names(rank: int) -> tuple[str, str]:
+    """Names of a rank's identity and executables: a program is compiled for the device that runs it."""
+    return f"identity.{rank}", f"programs.{rank}"
+
+
+IDENTITY = blob_names(0)[0]
+"""Of rank 0, whose layout is that of every rank."""
 
 
 def control_name(rank: int) -> str:
@@ -58,18 +66,19 @@ class Member:
             pass
 
     def publish(self, identity: bytes, programs: bytes) -> None:
-        """The first incarnation's identity and executables; programs first, so that whoever sees an identity finds its programs."""
-        self._ask(lambda: self.manager.put_blob(PROGRAMS, programs))
-        self._ask(lambda: self.manager.put_blob(IDENTITY, identity))
+        """This rank's identity and executables, from the first incarnation; programs first, so that whoever sees an identity finds its programs."""
+        names = blob_names(self.process.rank)
+        self._ask(lambda: self.manager.put_blob(names[1], programs))
+        self._ask(lambda: self.manager.put_blob(names[0], identity))
 
     def published(self, deadline_secs: float = 0.0) -> tuple[bytes, Descriptor] | None:
-        """(identity, executables) of the job, waiting for the first incarnation up to `deadline_secs`; None if there are none by then."""
-        end = time.monotonic() + deadline_secs
+        """(identity, executables) of this rank, waiting for the first incarnation up to `deadline_secs`; None if there are none by then."""
+        end, (identity_name, programs_name) = time.monotonic() + deadline_secs, blob_names(self.process.rank)
         while True:
             names = {kept.name for kept in self._ask(self.manager.list)}
-            if {IDENTITY, PROGRAMS} <= names:
-                with self.manager.get_blob(IDENTITY) as identity:
-                    return identity.read(), self.manager.get_blob(PROGRAMS)
+            if {identity_name, programs_name} <= names:
+                with self.manager.get_blob(identity_name) as identity:
+                    return identity.read(), self.manager.get_blob(programs_name)
             if time.monotonic() >= end:
                 return None
             time.sleep(0.05)

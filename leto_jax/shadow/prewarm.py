@@ -11,12 +11,15 @@ import numpy as np
 from leto_jax import errors
 from leto_jax.arena import views
 from leto_jax.arena.rank import Arenas, scratch_arenas
+from leto_jax.distributed import ALONE, Ranks
 from leto_jax.manager import limits
 from leto_jax.records import Kind, Record
 from leto_jax.rmu import rollforward
 from leto_jax.rmu.device import make_transaction
 from leto_jax.rmu.programs import Job, structs
 from leto_jax.rmu.retained import Retained
+
+MEET_SECS = 600.0  # ranks load their programs at their own pace
 
 
 def blank_batch(job: Job) -> list[np.ndarray]:
@@ -36,11 +39,17 @@ def _once(function: Callable) -> Callable:
 
 
 def rehearse(
-    job: Job, run: Mapping[str, Callable], key: jax.Array, device: jax.Device, use: Sequence[Callable[[Retained, int], None]]
+    job: Job,
+    run: Mapping[str, Callable],
+    key: jax.Array,
+    device: jax.Device,
+    use: Sequence[Callable[[Retained, int], None]],
+    ranks: Ranks = ALONE,
 ) -> str:
     """Fills scratch arenas, trains two steps on zeros, crashes before the third update, recovers; then calls each of `use` with the result.
 
-    So all programs, both address sets and the takeover path have run once. Returns '' or why it was not done: too little memory, for one.
+    So all programs, both address sets and the takeover path have run once, and the ranks are connected. Returns '' or why it was not done: too
+    little memory, for one, on any rank.
     Cost: on the CPU memory of one state, freed at the end, and one compute, whose result stands for the others; on a GPU memory of the
     gradients, and the time of three steps.
     """
@@ -48,23 +57,25 @@ def rehearse(
     if gpu is None:
         run = {**run, "compute": _once(run["compute"])}
     nbytes = job.layout.host_bytes + (job.layout.device_bytes if gpu is None else 0)
+    arenas, problem = None, ""
     try:
         limits.check(nbytes, "rehearsing a takeover on scratch memory")
-    except errors.MemoryBudgetError as exception:
-        return str(exception)
-    try:
         arenas = scratch_arenas(job.layout, gpu)
     except errors.MemoryBudgetError as exception:
-        return str(exception)
+        problem = str(exception)
     try:
-        _rehearse(job, run, key, device, use, arenas)
+        if problem := ranks.agree("memory to rehearse", problem, MEET_SECS):
+            return problem
+        assert arenas is not None
+        _rehearse(job, run, key, device, use, arenas, ranks.rank)
         return ""
     except jax.errors.JaxRuntimeError as exception:
-        if "RESOURCE_EXHAUSTED" not in str(exception):
+        if "RESOURCE_EXHAUSTED" not in str(exception) or ranks.count > 1:  # else the others would wait for what does not come
             raise
         return f"no memory to rehearse: {str(exception).splitlines()[0]}"
     finally:
-        arenas.close()
+        if arenas is not None:
+            arenas.close()
 
 
 def _rehearse(
@@ -74,10 +85,11 @@ def _rehearse(
     device: jax.Device,
     use: Sequence[Callable[[Retained, int], None]],
     arenas: Arenas,
+    rank: int,
 ) -> None:
     gpu = views.gpu_number(device)
     retained = Retained(job, arenas.device, arenas.host, arenas.metadata, device)
-    transaction = make_transaction(retained, run, epoch=1, at=lambda *_: None)
+    transaction = make_transaction(retained, run, epoch=1, at=lambda *_: None, rank=rank)
     if gpu is not None:
         transaction.scrub_bytes = 0  # scratch memory is mapped over and over: no page of it is what it was
     transaction.fill(0, *transaction.init(key))
@@ -96,7 +108,7 @@ def _rehearse(
     with contextlib.suppress(errors.NonFiniteLossError):
         transaction.decide(commit + 1)
     transaction.close()
-    again = make_transaction(retained, run, epoch=2, at=lambda *_: None)
+    again = make_transaction(retained, run, epoch=2, at=lambda *_: None, rank=rank)
     if gpu is None:
         commit = rollforward.recover(retained, again).commit or 0
     else:

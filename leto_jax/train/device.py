@@ -6,15 +6,15 @@ from collections.abc import Callable
 
 import jax
 
-from leto_jax import errors
+from leto_jax import distributed, errors
 
 
 def only_device() -> jax.Device:
     """The device of this rank. Raises UsageError where this version cannot retain its memory."""
-    if jax.distributed.is_initialized():
+    if jax.distributed.is_initialized() and distributed.current().count == 1:
         raise errors.UsageError(
             f"jax.distributed: expected it not to be initialized, found process {jax.process_index()} of {jax.process_count()}; "
-            "trainer and shadow are jobs of their own, and this version runs one rank per job: remove jax.distributed.initialize()"
+            "trainers and shadows are jobs of their own: remove jax.distributed.initialize(), and start several ranks with `leto run --nproc-per-node`"
         )
     devices = jax.local_devices()
     device = devices[0]
@@ -25,7 +25,7 @@ def only_device() -> jax.Device:
         )
     if nvidia and len(devices) > 1:
         raise errors.UsageError(
-            f"device: this version retains the memory of one GPU per job, found {len(devices)}; choose one with CUDA_VISIBLE_DEVICES"
+            f"device: a rank drives one GPU, found {len(devices)}; use `leto run --nproc-per-node {len(devices)}`, or choose one with CUDA_VISIBLE_DEVICES"
         )
     return device
 

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 import jax
 import numpy as np
 
-from leto_jax import errors, faults, records
+from leto_jax import distributed, errors, faults, records
 from leto_jax.arena import cuda, views
 from leto_jax.arena.control import Control, Word
 from leto_jax.arena.rank import Arenas, private_arenas
@@ -27,8 +27,9 @@ from leto_jax.layout import LeafSpec
 from leto_jax.records import Kind
 from leto_jax.rmu import programs, rollforward
 from leto_jax.rmu.device import make_transaction
-from leto_jax.rmu.recovery import Action
+from leto_jax.rmu.recovery import Action, Picture
 from leto_jax.rmu.retained import Retained
+from leto_jax.rmu.spread import Sharding
 from leto_jax.shadow import cache, executables, prewarm
 from leto_jax.shadow.inject import Injector
 from leto_jax.shadow.member import Member, Promotion
@@ -60,12 +61,15 @@ def session(
     steps: int,
     warm: Sequence[Callable] = (),
     protection: Protection | None = None,
+    sharding: Sharding | None = None,
 ) -> Session:
     """A training session of `steps` steps, used as a context manager and iterated once.
 
     init(key) -> (params, extras): the first state; only traced in a shadow. step: a TrainStep. dataset: a Grain dataset, or
     f(step) -> batch, a pure function. key: base PRNG key; step t gets fold_in(key, t). Steps count from 1: step t leads to commit t.
-    warm: jitted f(state, batch) that a shadow must have compiled before it is ready. protection: how the state is guarded.
+    warm: jitted f(state, batch) that a shadow must have compiled before it is ready. protection: how the state is guarded. sharding: how
+    parameters and batch are spread over the ranks of `leto run --nproc-per-node`; by default parameters are the same on all, and the batch is
+    what the ranks' datasets give, end to end.
 
     Under `leto run` a shadow blocks on entering until it is promoted. Without `leto run` the same programs run unprotected.
     Raises UsageError, LayoutError, UnsupportedOptimizerError, IdentityError, MemoryBudgetError, UnrecoverableError.
@@ -78,8 +82,8 @@ def session(
     if process is not None and process.recovery != IN_PLACE and process.role != "plan":
         from leto_jax.train.plain import PlainSession
 
-        return PlainSession(init, step, dataset, key, steps, tuple(warm), protection)
-    return Session(init, step, dataset, key, steps, tuple(warm), protection)
+        return PlainSession(init, step, dataset, key, steps, tuple(warm), protection, sharding)
+    return Session(init, step, dataset, key, steps, tuple(warm), protection, sharding)
 
 
 @dataclasses.dataclass
@@ -109,7 +113,15 @@ class Session:
     """
 
     def __init__(
-        self, init: Callable, step: TrainStep, dataset: Any, key: jax.Array, steps: int, warm: tuple, protection: Protection | None
+        self,
+        init: Callable,
+        step: TrainStep,
+        dataset: Any,
+        key: jax.Array,
+        steps: int,
+        warm: tuple,
+        protection: Protection | None,
+        sharding: Sharding | None,
     ):
         self._init, self._step, self._dataset, self._key, self.steps, self._warm, self._protection = (
             init,
@@ -120,6 +132,7 @@ class Session:
             warm,
             protection,
         )
+        self._sharding, self._ranks = sharding, distributed.current()
         self._process = Process.from_environ()
         self._member: Member | None = None
         self._control: Control | None = None
@@ -166,7 +179,7 @@ class Session:
         else:
             protection = for_gpu(self._protection, cuda.granularity(self._gpu))
         in_place = None if self._gpu is None else self._device
-        self._job = programs.trace(self._init, self._step.spec, batch, key, protection, in_place)
+        self._job = programs.trace(self._init, self._step.spec, batch, key, protection, in_place, self._sharding)
         if self._process is not None and self._process.role == "plan":
             budget.print_plan(self._job.layout, self._gpu)
             raise SystemExit(0)
@@ -179,12 +192,14 @@ class Session:
                 flush=True,
             )
             self._injector = Injector(None, len(self._job.layout.chunks))
+            if self._ranks.count > 1:
+                self._identify(lowered)
             compiled = self._compile(lowered)
             self._begin(compiled, private_arenas(self._job.layout, self._gpu), epoch=1)
             return
         self._control = self._member.control()
         self._injector = Injector(self._control, len(self._job.layout.chunks), self._gpu)
-        identity = executables.identify(self._job, lowered)
+        identity = self._identify(lowered)
         if self._process.role == "shadow":
             self._wait_as_shadow(lowered, identity)
         else:
@@ -192,6 +207,12 @@ class Session:
             self._claim()
             arenas = self._member.take_arenas(self._job.layout, self._gpu)
             self._begin(run, arenas, arenas.metadata.epoch)
+
+    def _identify(self, lowered) -> executables.Identity:
+        """What this process would train, once it is known that all ranks would train the same."""
+        identity = executables.identify(self._job, lowered)
+        executables.require_equal_ranks(identity, self._ranks, PROGRAMS_DEADLINE_SECS)
+        return identity
 
     def _compile(self, lowered, to_pack: bool = False) -> Mapping[str, Any]:
         """Compiled programs, once it is known that they write where they should and that there is memory for all of it."""
@@ -228,7 +249,7 @@ class Session:
         """Whether compiled programs outlive the job: on the CPU, where the user has a compile cache of his own (JAX's does it on a GPU)."""
         directory, process = jax.config.jax_compilation_cache_dir, self._process
         own = process is not None and directory and Path(directory).is_relative_to(process.job_dir)
-        return self._gpu is None and bool(directory) and not own
+        return self._gpu is None and bool(directory) and not own and self._ranks.count == 1
 
     def _load(self, found, lowered, identity: executables.Identity) -> Mapping[str, Callable]:
         theirs, blob = found
@@ -248,7 +269,9 @@ class Session:
                 f"shadow: expected the first trainer to publish its programs within {PROGRAMS_DEADLINE_SECS:.0f} s, found none"
             )
         run = self._load(found, lowered, identity)
-        skipped = prewarm.rehearse(self._job, run, self._key_data, self._device, [self._rehearse_user])
+        skipped = prewarm.rehearse(
+            self._job, executables.over_ranks(self._job, run), self._key_data, self._device, [self._rehearse_user], self._ranks
+        )
         member.event("ready", level=3 if not skipped else 2, note=skipped, bytes=self._job.layout.device_bytes)
         promotion = member.wait_for_promotion()
         before = self._compiles()
@@ -290,9 +313,9 @@ class Session:
             stages[name] = (time.monotonic_ns() - begin) / 1e9
 
         self._retained = Retained(self._job, arenas.device, arenas.host, arenas.metadata, self._device)
-        self._transaction = make_transaction(self._retained, run, epoch, self._at)
+        self._transaction = make_transaction(self._retained, executables.over_ranks(self._job, run), epoch, self._at, self._ranks.rank)
         self._ring = Ring(arenas.host, self._job.layout)
-        recovered = rollforward.recover(self._retained, self._transaction, stage)
+        recovered = rollforward.recover(self._retained, self._transaction, stage, self._pictures, self._ranks.rank)
         action, reason, copied = recovered.plan.action.value, recovered.plan.reason, False
         if recovered.plan.action is Action.FILL:
             self._at(Phase.INIT, 0, -1)  # no takeover: nothing was there
@@ -305,6 +328,7 @@ class Session:
         else:
             assert recovered.commit is not None
             self._commit = recovered.commit
+        self._ranks.agree("at a commit", "", PROGRAMS_DEADLINE_SECS)  # a revocation counts on all ranks before one of them computes
         filled = self._retained.metadata.latest(Kind.LIFE)
         self._first = filled.step if filled is not None else 0
         self.state = self._view()
@@ -315,7 +339,7 @@ class Session:
             self._takeover = self._way_back(stages, compiles)
         elif recovered.plan.action is not Action.FILL:
             self._takeover = _Takeover(time.monotonic_ns(), stages, compiles, action, reason, recovered.repaired_pages)
-        self._rows = MetricsFile(self._process.job_dir / METRICS_FILE if self._process else None, self._commit)
+        self._rows = MetricsFile(self._process.job_dir / METRICS_FILE if self._process and self._ranks.rank == 0 else None, self._commit)
         if self._commit > self._first:
             self._rows.add(self._commit, self._metrics())
         if self._control is not None:
@@ -325,6 +349,12 @@ class Session:
         self._keep()
         if self._control is not None:
             self._control.enter(Phase.BODY)  # what the script does from here on is its own
+
+    def _pictures(self, mine: Picture) -> list[Picture]:
+        """What every rank's retained memory shows."""
+        if self._ranks.count == 1:
+            return [mine]
+        return [Picture.from_bytes(data) for data in self._ranks.gather("pictures", mine.to_bytes(), PROGRAMS_DEADLINE_SECS)]
 
     def _fill(self, found: Frozen | None) -> int:
         """The first state, or a copy of one. Returns its step."""
@@ -566,6 +596,7 @@ class Session:
         if self._keeper is not None:
             self._keeper.close()
         self._settle()
+        self._ranks.agree("the final commit", "", CHECKPOINT_SECS)  # who is done stays until nobody may need the step once more
         digest = state_digest(self._form, self._leaves, self._commit, self._source.position())
         loss = self._loss()
         if self._control is not None:

@@ -13,6 +13,7 @@ from leto_jax.checkpoint.frozen import form_of
 from leto_jax.layout import LeafSpec
 from leto_jax.rmu.programs import from_storage
 from leto_jax.rmu.retained import Retained
+from leto_jax.rmu.spread import SAME
 
 PyTree = Any
 _FIELDS = ("params", "opt_state", "companions", "extras")
@@ -78,17 +79,31 @@ class State:
 
 def retained_state(retained: Retained, commit: int) -> State:
     """The state that retained memory holds at `commit`."""
-    form = form_of(retained.job)
+    job = retained.job
+    form, spread = form_of(job), job.spread
     views = {"params": retained.params, "opt_state": retained.opt_state, "companions": retained.companions, "extras": retained.extras}
-    return State(lambda name: user_tree(views[name](commit), form.specs[name], form.trees[name], retained.jax_device), commit)
+    parts = {
+        "params": job.parts.params,
+        "opt_state": job.parts.opt,
+        "companions": job.parts.companions,
+        "extras": [SAME] * len(form.specs["extras"]),
+    }
+
+    def make(name: str) -> PyTree:
+        join = None if spread is None else lambda shards: [spread.join(*pair) for pair in zip(shards, parts[name], strict=True)]
+        return user_tree(views[name](commit), form.specs[name], form.trees[name], retained.jax_device, join)
+
+    return State(make, commit)
 
 
-def user_tree(views: Sequence[jax.Array], specs: Sequence[LeafSpec], treedef: Any, device: jax.Device) -> PyTree:
-    """Stored leaves as a tree of the user's, in memory of its own. Cost: one copy."""
+def user_tree(
+    views: Sequence[jax.Array], specs: Sequence[LeafSpec], treedef: Any, device: jax.Device, join: Callable[[list], list] | None = None
+) -> PyTree:
+    """Stored leaves as a tree of the user's, in memory of its own. join: makes whole leaves of this rank's shards. Cost: one copy."""
     on_host = device.platform == "cpu"  # where device_put takes NumPy's memory as it is, and keeps a view a view
     own = lambda view: jax.device_put(np.array(view, copy=True) if on_host else view, device, may_alias=on_host)
-    leaves = [from_storage(own(view), spec) for view, spec in zip(views, specs, strict=True)]
-    jax.block_until_ready(leaves)  # XLA does not know that the next update writes what is being copied
+    copies = jax.block_until_ready([own(view) for view in views])  # XLA does not know that the next update writes what is being copied
+    leaves = [from_storage(x, spec) for x, spec in zip(join(copies) if join else copies, specs, strict=True)]
     return jax.tree_util.tree_unflatten(treedef, leaves)
 
 

@@ -155,6 +155,31 @@ def peer_with_the_intent(v: harness.Variant, retained: Retained) -> list[Picture
     return [Picture(Life.LIVE, log, (2, epoch), {1: (), 2: retained.digest(2)})]
 
 
+@functools.cache
+def decided(v: harness.Variant) -> tuple[tuple[int, ...], bytes]:
+    """Digests and scalars of step 2 on a rank that has decided it."""
+    with World(v.layout, at(2, Point.SCALARS)(v)) as world:
+        process = promote(v, world)
+        try:
+            return process.retained.digest(2), process.retained.scalars(2)
+        finally:
+            process.close()
+
+
+def before_deciding(v: harness.Variant) -> Bytes:
+    decided(v)  # now, where none of its stores is counted
+    return picture_at(v, 2, Point.GRADIENTS_STORED, Moment.AFTER, 0)
+
+
+def peer_with_the_scalars(v: harness.Variant, retained: Retained) -> list[Picture]:
+    """Another rank that has decided step 2, while this one had only just stored its gradients."""
+    digest, scalars = decided(v)
+    (peer,) = peer_with_the_intent(v, retained)
+    (intent,) = peer.log.intents
+    log = dataclasses.replace(peer.log, intents=frozenset({dataclasses.replace(intent, body=(*digest, len(v.layout.chunks)))}))
+    return [dataclasses.replace(peer, log=log, digests={1: (), 2: digest}, scalars={2: scalars})]
+
+
 def several(*faults: Callable[[harness.Variant, World], None]) -> Callable[[harness.Variant, World], None]:
     def fault(v: harness.Variant, world: World) -> None:
         for strike in faults:
@@ -201,6 +226,7 @@ SCENES = {
     "data, staging lost":       Scene(at(2, Point.INTENT, Moment.AFTER, 1),           FORWARD,     {Point.REPAIR_PAGE, *HEALED}, several(pages_of_a_group(1), STAGED)),
     "metrics lost":             Scene(at(2, Point.MARK, Moment.AFTER, 3),             FORWARD,     {Point.METRICS, *HEALED}, METRICS),
     "intent at a peer":         Scene(at(2, Point.SCALARS),                           FORWARD,     {Point.INTENT_COPY, *UPDATED}, peers=peer_with_the_intent),
+    "scalars at a peer":        Scene(before_deciding,                                FORWARD,     {Point.SCALARS_COPY, Point.INTENT_COPY}, peers=peer_with_the_scalars),
 }
 # fmt: on
 

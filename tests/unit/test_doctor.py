@@ -14,8 +14,9 @@ import tempfile
 from pathlib import Path
 
 import pytest
+from fake_nvml import FakeNvml, Gpu
 
-from leto_jax.agent import doctor
+from leto_jax.agent import doctor, operability
 from leto_jax.agent.doctor import Found, Probe
 from leto_jax.arena import cuda
 from leto_jax.errors import JobError, MemoryBudgetError, UsageError
@@ -364,7 +365,7 @@ def saying(found: object) -> list[str]:
 
 
 def test_no_gpu(tmp_path):
-    for probe in (doctor.gpu_memory, doctor.gpu_kernels):
+    for probe in (doctor.gpu_memory, doctor.gpu_operability, doctor.gpu_kernels):
         assert row("GPU memory", lambda probe=probe: probe(str(tmp_path))) == (True, "no NVIDIA driver: training on the CPU", "")
 
 
@@ -387,6 +388,43 @@ def test_gpu_memory_as_it_is_asked_here(tmp_path):
     assert found.startswith("NVIDIA driver present; ")
     assert "cuda-bindings" in found or "expected an NVIDIA driver, found none" in found
     assert advice == "uv sync --extra cuda; or train with --device cpu"
+
+
+def test_gpu_operability(driver, tmp_path):
+    fake = FakeNvml(Gpu(), Gpu("GPU-2"))
+    environ = {"CUDA_MPS_PIPE_DIRECTORY": str(tmp_path)}
+    look = lambda: doctor.gpu_operability(driver, saying(operability.examine(environ, fake.library)))
+    ok, found, advice = row("GPU operability", look)
+    healthy = "uncorrected ECC errors 0, row remapping none, retired pages not supported, MPS none, NVLinks up 18"
+    assert (ok, advice) == (True, "")
+    assert found == (
+        f"GPU 0 (NVIDIA H200): ok, recovery action none, {healthy}; GPU 1 (NVIDIA H200): ok, recovery action none, {healthy}; "
+        "peer-to-peer: GPUs 0 and 1: read, GPUs 0 and 1: write, GPUs 0 and 1: nvlink"
+    )
+    fake.gpus[1].recovery_action = 1
+    ok, found, advice = row("GPU operability", look)
+    assert not ok
+    assert "GPU 1 (NVIDIA H200): REFUSED, the driver asks for a recovery action first: gpu reset" in found
+    assert "CUDA_VISIBLE_DEVICES" in advice
+    (shown,) = doctor.examine([Probe("x", look, "")])
+    assert [(gpu["ok"], gpu["recovery_action"], gpu["ecc_uncorrected"], gpu["uuid"]) for gpu in shown["facts"]["gpus"]] == [
+        (True, 0, 0, "GPU-00000000-aaaa"),
+        (False, 1, 0, "GPU-2"),
+    ]
+    (tmp_path / "control").write_text("")
+    assert row("GPU operability", look)[1].startswith("expected no MPS")
+
+
+def test_gpu_operability_as_it_is_asked_here(tmp_path):
+    """The real question, on a machine that only looks as if it had a GPU."""
+    if cuda.examine()["gpus"]:
+        pytest.skip("there is a GPU")
+    (tmp_path / "dev").mkdir()
+    (tmp_path / "dev/nvidiactl").write_text("")
+    ok, found, _ = row("GPU operability", lambda: doctor.gpu_operability(str(tmp_path)))
+    assert (ok, found) in [(False, "NVML, nvmlInit: NVML Shared Library Not Found"), (False, "NVML, nvmlInit: Driver Not Loaded")] or (
+        "nvidia-ml-py" in found
+    )
 
 
 def test_gpu_kernels(driver):

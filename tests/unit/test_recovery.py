@@ -15,9 +15,11 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
+import zlib
 
 import pytest
 
+from leto_jax import errors
 from leto_jax.records import Kind, Record
 from leto_jax.rmu.log import Contents
 from leto_jax.rmu.recovery import Action, Life, Picture, Plan, plan
@@ -199,6 +201,49 @@ def test_unknown_metrics_are_named_by_rank():
         intent=intent(5),
         unknown_metrics=(0,),
     )
+
+
+def with_scalars(text: str, now: bytes | None, then: bytes | None) -> Picture:
+    """A picture whose scalars of commit 4 and of step 5 are these bytes; None: those that the log speaks of."""
+    found, values = picture(text), {4: b"scalars of 4" if now is None else now, 5: b"scalars of 5" if then is None else then}
+    crcs = {step: (zlib.crc32(data), *found.digests[step][1:]) for step, data in values.items()}
+    right = {4: zlib.crc32(b"scalars of 4"), 5: zlib.crc32(b"scalars of 5")}
+    commits = frozenset(dataclasses.replace(c, body=(c.body[0], right.get(c.step, c.body[1]), *c.body[2:])) for c in found.log.commits)
+    intents = frozenset(dataclasses.replace(i, body=(right.get(i.step, i.body[0]), *i.body[1:])) for i in found.log.intents)
+    return dataclasses.replace(found, log=dataclasses.replace(found.log, commits=commits, intents=intents), digests=crcs, scalars=values)
+
+
+@pytest.mark.parametrize("begun", ["", " m0"])
+def test_scalars_of_the_step_come_from_a_rank_that_has_decided(begun):
+    decided, behind = with_scalars("c4 i5 g5", None, None), with_scalars("c4 g5", None, b"of step 3")
+    marks = frozenset(Record(Kind.MARK, 1, 5, 0, body=(next(iter(decided.log.intents)).crc,)) for _ in begun.split())
+    decided = dataclasses.replace(decided, log=dataclasses.replace(decided.log, marks=marks))
+    for pictures, lacking in (([decided, behind], 1), ([behind, decided], 0), ([behind, decided, behind], 2)):
+        found = plan(pictures, order)
+        assert found.action is Action.ROLL_FORWARD, found
+        assert found.copied_scalars[lacking] == (5, b"scalars of 5")
+        assert lacking in found.copy_to
+        assert pictures.index(decided) not in found.copied_scalars
+
+
+def test_lost_scalars_of_the_commit_come_from_a_replica():
+    whole, lost = with_scalars("c4 g5", None, b"x"), with_scalars("c4 g5", b"lost", b"y")
+    found = plan([lost, whole], order)
+    assert (found.action, found.copied_scalars) == (Action.REDO, {0: (4, b"scalars of 4")})
+    alone = plan([lost, lost], order)
+    assert alone.action is Action.REFUSE
+    assert "rank 0: scalars of commit 4 are lost and kept nowhere else" in alone.reason
+
+
+def test_a_picture_is_the_same_at_another_rank():
+    for texts in [[row[0]] for row in ONE] + [row[0] for row in SEVERAL]:
+        for text in texts:
+            assert Picture.from_bytes(picture(text).to_bytes()) == picture(text)
+    full = with_scalars("c4 i5 g5 m0 m1 !g2 r4", None, bytes(range(256)))
+    assert Picture.from_bytes(full.to_bytes()) == full
+    for damaged in (b"", b"{}", full.to_bytes()[:-1], full.to_bytes().replace(b"4c45544f", b"4c45544e")):
+        with pytest.raises(errors.RecordError, match="expected what another rank wrote"):
+            Picture.from_bytes(damaged)
 
 
 def test_a_copied_intent_keeps_its_epoch_and_marks_refer_to_it():

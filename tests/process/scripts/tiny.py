@@ -18,10 +18,17 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 from jax.extend.backend import clear_backends
+from jax.sharding import PartitionSpec as P
 
 import leto_jax as leto
 
 CLASSES, INPUTS, BATCH = 10, 64, 8
+CUTS = {
+    "same": P(),
+    "rows": P("data"),  # optimizer state and parameters, each rank its part
+    "tensor": {"w0": P(None, "data"), "w1": P("data", None), "w2": P(), "b": P("data")},
+    "mixed": lambda path, leaf: P("data") if leaf.ndim == 2 and leaf.shape[0] > INPUTS else P(),
+}
 
 
 def options() -> argparse.Namespace:
@@ -46,7 +53,19 @@ def options() -> argparse.Namespace:
     parser.add_argument("--ask", action="store_true", help="after the first step, a line from the terminal")
     parser.add_argument("--no-session", choices=("wait", "end"))
     parser.add_argument("--distributed", action="store_true")
+    parser.add_argument("--cut", choices=CUTS, default="same", help="how parameters lie on several ranks")
+    parser.add_argument("--on-rank", type=int, default=0, help="the one that misbehaves")
+    parser.add_argument("--other-width-on", type=int, default=-1, metavar="RANK")
     return parser.parse_args()
+
+
+def behave_by_rank(args: argparse.Namespace) -> None:
+    """Only one of several ranks misbehaves."""
+    if jax.process_index() != args.on_rank:
+        for name in ("nan_at", "raise_at", "sleep_at", "section_at", "child_at"):
+            setattr(args, name, -1)
+    if jax.process_index() == args.other_width_on:
+        args.width *= 2
 
 
 def model(width: int, frozen_gib: int):
@@ -81,7 +100,7 @@ def optimizer(args: argparse.Namespace):
 
 def dataset(args: argparse.Namespace):
     def batch(step: int):
-        rng = np.random.default_rng(step)
+        rng = np.random.default_rng([step, jax.process_index()] if jax.process_count() > 1 else step)
         count = BATCH - 1 if step == args.odd_batch_at else BATCH
         x, y = rng.normal(size=(count, INPUTS)).astype(np.float32), rng.normal(size=(count, CLASSES)).astype(np.float32)
         if step == args.nan_at:
@@ -130,12 +149,16 @@ def main() -> None:
             free.bind(("localhost", 0))
             port = free.getsockname()[1]
         jax.distributed.initialize(f"localhost:{port}", num_processes=1, process_id=0)
+    behave_by_rank(args)
     if args.workers:
         start_workers()
     init, loss_fn = model(args.width, args.frozen_gib)
     step = leto.TrainStep(loss_fn, optimizer(args), non_finite=args.non_finite)
+    sharding = None
+    if jax.process_count() > 1:
+        sharding = leto.Sharding(jax.make_mesh((jax.device_count(),), ("data",)), CUTS[args.cut])
     protection = leto.Protection(chunk_bytes=1 << 30 if args.frozen_gib else 1 << 17)
-    with leto.session(init, step, dataset(args), key=jax.random.key(0), steps=args.steps, protection=protection) as s:
+    with leto.session(init, step, dataset(args), key=jax.random.key(0), steps=args.steps, protection=protection, sharding=sharding) as s:
         state = s.state
         for t, batch in s:
             if t == args.clear_backends_at:
