@@ -492,7 +492,7 @@ class Agent:
                 self._recover()
             return
         promoted = self._pending is not None and self._pending.path == "shadow"
-        symptom = self._watchdog.look(trainers, promoted, self._books.median_step_secs)
+        symptom = self._watchdog.look(trainers, promoted, self._books.median_step_secs, self._injection.firing())
         if symptom is None:
             return
         if symptom.absent:

@@ -20,6 +20,8 @@ from leto_jax.config import Process
 from leto_jax.manager import fence
 
 REAP_SECS = 0.5
+# Lines, not blocks, so that those of a process that is killed are known; and what JAX sets itself, but here jaxlib is there before it.
+OF_SEVERAL = {"PYTHONUNBUFFERED": "1", "TF_CPP_MIN_LOG_LEVEL": "1"}
 LAST_WORDS_SECS = 0.1  # for the last lines of dead processes to come before what is said of their death; a slow terminal gets them later
 
 
@@ -85,7 +87,7 @@ class Generation:
         if self.ranks > 1:
             self._relay = self._terminal.relay(self.ranks)
             ends = self._relay.ends
-            environ = {"PYTHONUNBUFFERED": "1", **environ}  # lines, not blocks: those of a process that is killed are known
+            environ = {**OF_SEVERAL, **environ}
         children = []
         for rank, output in enumerate(ends):
             process = dataclasses.replace(self._process, rank=rank, coordinator=coordinator)

@@ -169,21 +169,27 @@ class Late(NamedTuple):
     since_ns: int
 
 
-def blame(progress: Mapping[int, Progress], late: Mapping[int, Late]) -> tuple[int, Late] | None:
-    """The rank that holds the others up, and how; None if nobody is overdue. Both arguments are by rank.
+def blame(progress: Mapping[int, Progress], late: Mapping[int, Late], injected: int | None = None) -> tuple[int, Late] | None:
+    """The rank that holds the others up, and how; None if nobody is overdue. progress, late: by rank. injected: one that was told to fail.
 
     When one rank stops or spins, its peers wait for it in a collective, and become overdue with it or before it. So a stopped one is blamed
     first, then one that is not inside a step, then the one that has committed least, then the lowest. And if all who are overdue wait in a
-    step, while the loop body of another one keeps it out, that one is blamed.
+    step, while the loop body of one that has committed no more keeps it out, that one is blamed.
     """
     if not late:
         return None
+    if injected is not None and injected in late:
+        return injected, late[injected]
     rank = min(
         late, key=lambda rank: (late[rank].kind is not Kind.STOPPED, progress[rank].phase not in OUTSIDE, progress[rank].commit, rank)
     )
     found = late[rank]
     if found.kind is not Kind.STOPPED and progress[rank].armed_since_ns:
-        away = [peer for peer, its in progress.items() if peer not in late and not its.armed_since_ns and its.phase is Phase.BODY]
+        away = [
+            peer
+            for peer, its in progress.items()
+            if peer not in late and not its.armed_since_ns and its.phase is Phase.BODY and its.commit <= progress[rank].commit
+        ]
         if away:
             peer = min(away, key=lambda peer: (progress[peer].commit, peer))
             why = f"the loop body kept the other ranks waiting (rank {rank}: {found.why}); wrap long work in `with s.section(name, timeout_secs=...)`"

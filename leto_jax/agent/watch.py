@@ -35,8 +35,9 @@ class Watch:
         self._stopped_since = [0] * len(controls)
         self._excused_ns = 0  # until then a rank had a good reason to keep its peers waiting
 
-    def look(self, generation: Generation, promoted: bool, median_step_secs: float | None) -> Symptom | None:
-        """The rank that is to blame, if one is overdue. promoted: these trainers were shadows, and have not taken over yet."""
+    def look(self, generation: Generation, promoted: bool, median_step_secs: float | None, injected: int | None) -> Symptom | None:
+        """The rank that is to blame, if one is overdue. promoted: these trainers were shadows, and have not taken over yet. injected: a rank that
+        was told to fail."""
         now, deadlines = time.monotonic_ns(), self._deadlines
         running = generation.running
         letters = {child.rank: state_letter(child.pid) for child in running}
@@ -54,7 +55,7 @@ class Watch:
                 progress[child.rank] = self._read(child, generation.incarnation, letters[child.rank])
             except errors.RecordError as exception:
                 return Symptom(child.rank, Kind.DAMAGED, str(exception), None)
-        if (found := self._blame(progress, now, median_step_secs)) is not None:
+        if (found := self._blame(progress, now, median_step_secs, injected)) is not None:
             rank, late = found
             return Symptom(rank, late.kind, late.why, (now - late.since_ns) / 1e9)
         return self._after_the_first_exit(generation, running)
@@ -82,7 +83,9 @@ class Watch:
             return Symptom(child.rank, Kind.HANG, f"no first step within {limit:g} s", limit, absent=not child.greeted)
         return None
 
-    def _blame(self, progress: dict[int, Progress], now: int, median_step_secs: float | None) -> tuple[int, Late] | None:
+    def _blame(
+        self, progress: dict[int, Progress], now: int, median_step_secs: float | None, injected: int | None
+    ) -> tuple[int, Late] | None:
         def late_ones(seen: dict[int, Progress]) -> dict[int, Late]:
             found = {r: policy.overdue(p, now, self._deadlines, median_step_secs, self._stopped_since[r]) for r, p in seen.items()}
             return {rank: late for rank, late in found.items() if late is not None}
@@ -95,7 +98,7 @@ class Watch:
                 rank: dataclasses.replace(p, armed_since_ns=max(p.armed_since_ns, self._excused_ns)) if p.armed_since_ns else p
                 for rank, p in progress.items()
             }
-        return policy.blame(progress, late_ones(progress))
+        return policy.blame(progress, late_ones(progress), injected)
 
     def _after_the_first_exit(self, generation: Generation, running: Sequence[Child]) -> Symptom | None:
         """All ranks end together: one that goes on for long after another's end waits for what does not come."""

@@ -195,9 +195,9 @@ class Run:
     def status(self) -> dict[str, Any]:
         return client.ask(self.job, {"op": "status"}, 30.0)
 
-    def pid(self, role: str) -> int | None:
-        """Process of the trainer or shadow, None if there is none now."""
-        return next((rank["pid"] for rank in self.status()["ranks"] if rank["role"] == role), None)
+    def pid(self, role: str, rank: int = 0) -> int | None:
+        """Process of the trainer or shadow of a rank, None if there is none now."""
+        return next((found["pid"] for found in self.status()["ranks"] if (found["role"], found["rank"]) == (role, rank)), None)
 
     def carriers(self) -> dict[int, str]:
         """Living processes that carry a token of this job: trainers, shadows, and everything that descends from them."""
@@ -227,12 +227,13 @@ class Run:
         wait_until(look, secs, lambda: f"step {step}; {self.status()}\n{self.err}")
 
     def wait_for_shadow(self, secs: float = START_SECS) -> None:
-        """Until a shadow is ready."""
+        """Until the shadows of all ranks are ready."""
 
         def look() -> bool:
             assert self.process.poll() is None, f"the job ended with {self.process.returncode} before a shadow was ready:\n{self.err}"
             with contextlib.suppress(errors.LetoError):
-                return any(rank["role"] == "shadow" and rank["phase"] == "ready" for rank in self.status()["ranks"])
+                shadows = [rank["phase"] for rank in self.status()["ranks"] if rank["role"] == "shadow"]
+                return bool(shadows) and set(shadows) == {"ready"}
             return False
 
         wait_until(look, secs, lambda: f"a ready shadow; {self.status()}\n{self.err}")
@@ -269,15 +270,17 @@ class Run:
         self.limit.with_suffix(".new").write_text(str(step))
         self.limit.with_suffix(".new").replace(self.limit)
 
-    def kill(self, role: str = "trainer", number: int = signal.SIGKILL) -> int:
-        """Signals the trainer or shadow from outside; returns its process number."""
-        pid = wait_until(lambda: self.pid(role), END_SECS, f"a {role} to kill")
+    def kill(self, role: str = "trainer", number: int = signal.SIGKILL, rank: int = 0) -> int:
+        """Signals the trainer or shadow of a rank from outside; returns its process number."""
+        pid = wait_until(lambda: self.pid(role, rank), END_SECS, f"a {role} to kill")
         os.kill(pid, number)
         return pid
 
-    def inject(self, kind: str, phase: str, chunk: int = -1, step: int = -1, when_ready: bool = True, secs: float = START_SECS) -> int:
+    def inject(
+        self, kind: str, phase: str, chunk: int = -1, step: int = -1, when_ready: bool = True, secs: float = START_SECS, rank: int = 0
+    ) -> int:
         """As `leto inject`: returns the step at which it fired."""
-        message = {"op": "inject", "kind": kind, "phase": phase, "step": step, "chunk": chunk, "when_ready": when_ready}
+        message = {"op": "inject", "rank": rank, "kind": kind, "phase": phase, "step": step, "chunk": chunk, "when_ready": when_ready}
         return client.ask(self.job, {**message, "deadline_secs": secs}, secs + 5)["fired_step"]
 
     def inject_on_the_way(self, kind: str, phase: str, when_ready: bool = True, **options: Any) -> int:
@@ -302,13 +305,13 @@ class Run:
             raise AssertionError(f"{kind} in {phase} {options}: {fired[0]}\n{self.err}") from fired[0]
         return fired[0]
 
-    def inject_in_the_next_takeover(self, kind: str) -> None:
+    def inject_in_the_next_takeover(self, kind: str, rank: int = 0) -> None:
         """Asks for a failure of whoever takes over next, and returns once the agent knows."""
         count = len(self.events("inject"))
 
         def ask() -> None:
             with contextlib.suppress(errors.LetoError):  # the journal tells whether it has fired
-                self.inject(kind, "takeover")
+                self.inject(kind, "takeover", rank=rank)
 
         threading.Thread(target=ask, daemon=True).start()
         self.wait_for("inject", count + 1)

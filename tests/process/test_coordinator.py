@@ -38,21 +38,43 @@ def process(*command: str, **options: object) -> Iterator[subprocess.Popen]:
             started.kill()
 
 
-def test_two_ranks_meet_and_outlive_their_coordinator():
+@contextlib.contextmanager
+def meeting() -> Iterator[tuple[subprocess.Popen, list[subprocess.Popen]]]:
+    """A coordinator, and two ranks that have met there and wait for a line."""
     address = f"{HOST}:{free_port()}"
-    with process(*COMMAND, address, "2", env={**os.environ, **coordinator.QUIET}, stderr=subprocess.PIPE) as host:
+    with contextlib.ExitStack() as stack:
+        quiet = {"env": {**os.environ, **coordinator.QUIET}, "stderr": subprocess.PIPE}
+        host = stack.enter_context(process(*COMMAND, address, "2", **quiet))
         assert host.stdout.read(1) == "."
-        clients = [process(sys.executable, "-c", CLIENT, address, str(rank)) for rank in range(2)]
-        with clients[0] as first, clients[1] as second:
-            for client in (first, second):
-                assert client.stdout.readline() == "[b'of 0', b'of 1']\n"
-            os.kill(host.pid, signal.SIGKILL)
-            assert host.wait(END_SECS) == -signal.SIGKILL
-            assert host.stderr.read() == ""
-            time.sleep(0.5)
-            for client in (first, second):
-                out, _ = client.communicate("\n", END_SECS)
-                assert (out, client.returncode) == ("still here\n", 0)
+        clients = [stack.enter_context(process(sys.executable, "-c", CLIENT, address, str(rank), **quiet)) for rank in range(2)]
+        for client in clients:
+            assert client.stdout.readline() == "[b'of 0', b'of 1']\n"
+        yield host, clients
+
+
+def test_two_ranks_meet_and_one_outlives_the_other():
+    with meeting() as (host, (first, second)):
+        second.kill()
+        second.wait(END_SECS)
+        time.sleep(0.5)
+        assert first.communicate("\n", END_SECS)[0] == "still here\n"
+        assert first.returncode == 0
+        host.stdin.close()
+        assert host.wait(END_SECS) == 0
+        assert host.stderr.read() == ""
+
+
+@pytest.mark.xfail(
+    strict=True, reason="jaxlib 0.12.0.1 cannot call `missed_heartbeat_callback` (std::bad_cast), and aborts: see distributed.connect"
+)
+def test_ranks_that_have_met_outlive_their_coordinator():
+    with meeting() as (host, clients):
+        os.kill(host.pid, signal.SIGKILL)
+        assert host.wait(END_SECS) == -signal.SIGKILL
+        time.sleep(0.5)
+        for client in clients:
+            assert client.communicate("\n", END_SECS)[0] == "still here\n"
+            assert client.returncode == 0
 
 
 def test_it_ends_with_whoever_has_started_it():

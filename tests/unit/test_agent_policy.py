@@ -192,11 +192,14 @@ HUNG, STILL = Late(Kind.HANG, "no commit", NOW - 4 * S), Late(Kind.STOPPED, "sto
         ([IN_STEP, QUIET, dataclasses.replace(QUIET, commit=6)], {0: HUNG}, 2),
         ([IN_STEP, dataclasses.replace(QUIET, phase=Phase.DONE)], {0: HUNG}, 0),
         ([IN_STEP, QUIET], {0: STILL}, 0),
+        ([IN_STEP, dataclasses.replace(QUIET, commit=8)], {0: HUNG}, 0),  # the other one has the collective behind it
     ],
 )
 def test_of_ranks_that_wait_for_each_other_one_is_to_blame(ranks, late, blamed):
     found = blame(dict(enumerate(ranks)), late)
     assert (None if found is None else found[0]) == blamed
+    for injected in late:
+        assert blame(dict(enumerate(ranks)), late, injected) == (injected, late[injected])
     if found is not None and blamed not in late:
         assert found[1].why.startswith("the loop body kept the other ranks waiting (rank 0: no commit); wrap long work in ")
         assert found[1].since_ns == ranks[blamed].phase_since_ns

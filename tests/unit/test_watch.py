@@ -53,7 +53,7 @@ class Ranks:
         control[Word.SECTION_DEADLINE_NS] = time.monotonic_ns() + 60 * S if section else 0
 
     def look(self):
-        return self.watch.look(self.generation, False, MEDIAN)
+        return self.watch.look(self.generation, False, MEDIAN, None)
 
 
 @pytest.fixture

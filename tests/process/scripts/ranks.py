@@ -1,6 +1,6 @@
 """What a trainer and a shadow of several ranks say and write, without JAX and without a model: for tests of the agent alone.
 
-A step waits until every rank has committed the one before, as a collective would; and when a peer dies in it, this one exits at once.
+A step waits until every rank has come to it, as a collective would; and when a peer dies meanwhile, this one exits at once.
 """
 
 from __future__ import annotations
@@ -63,12 +63,13 @@ class Rank:
                 time.sleep(0.001)
             self.pidfds[rank] = os.pidfd_open(control[Word.PID])
 
-    def wait_for_peers(self, commit: int) -> None:
-        """The collective of a step."""
+    def wait_for_peers(self, step: int) -> None:
+        """The collective of a step. Who has come to it says so in a word that is of no other use here."""
+        self.control[Word.STALE_NS_TOTAL] = step
         poller = select.poll()
         for fd in self.pidfds.values():
             poller.register(fd, select.POLLIN)
-        while any(control[Word.COMMIT] < commit for control in self.peers.values()):
+        while any(control[Word.STALE_NS_TOTAL] < step for control in self.peers.values()):
             if poller.poll(1):
                 raise ConnectionError("a peer is gone")
 
@@ -97,7 +98,7 @@ class Rank:
             begin = time.monotonic_ns()
             control[Word.ARMED_SINCE_NS] = begin
             self.enter(Phase.COMPUTE, step)
-            self.wait_for_peers(step - 1)
+            self.wait_for_peers(step)
             time.sleep(STEP_SECS + LATE_SECS * (step == commit + 1 and process.rank == 1))
             self.enter(Phase.DRAIN, step)
             control[Word.COMMIT] = step
@@ -116,7 +117,7 @@ class Rank:
             else:
                 member.event("first_step", commit=step, secs=(end - begin) / 1e9, recovering=False)
         self.enter(Phase.DONE, self.args.steps)
-        self.wait_for_peers(self.args.steps)
+        self.wait_for_peers(self.args.steps + 1)
         member.event("done", commit=self.args.steps, loss=0.0, digest="")
         print("the last line has no end", end="", flush=True)
 
