@@ -95,17 +95,18 @@ def test_what_happens_to_one_rank_happens_to_all(jobs):
             assert Deadlines.stopped <= failed["detect_secs"] < Deadlines.stopped + 1
         run.wait_for_shadow()
 
-    # Of the shadows, the loss of one rank or of their coordinator is the loss of all; of the trainers, the coordinator is theirs to lose.
+    # Of the shadows, the loss of one rank or of their coordinator is the loss of all; the next ones are as good.
     for victim in (lambda: pids(run, "shadow")[1], lambda: coordinator(run, "shadow")):
         shadows, restarts = pids(run, "shadow"), len(run.events("spawn", role="shadow"))
         os.kill(victim(), signal.SIGKILL)
         run.wait_for("spawn", restarts + 2, role="shadow")
         run.wait_for_shadow()
         assert not set(shadows) & set(run.carriers())
-    assert [event["reason"] for event in run.events("refused")] == [
-        "the shadow ended (rank 1: SIGKILL)",
-        "the shadow ended (rank 0: its coordinator: SIGKILL)",
-    ]
+    first, second = (event["reason"] for event in run.events("refused"))
+    assert first == "the shadow ended (rank 1: SIGKILL)"
+    assert re.fullmatch(
+        r"the shadow ended \((rank 0: its coordinator: SIGKILL|rank [01]: SIGABRT)\)", second
+    )  # they may abort, and be seen first
     assert len(run.events("failure")) == 4
 
     # The end: both have to come to it, and all that they have said comes out.
