@@ -509,62 +509,27 @@ class Agent:
         """A trainer failed, and so all have: fence them, look at the machine, decide."""
         if self._exit is not None:  # on our way out: whatever it died of, nobody takes over
             return
-        rank, kind, detail, detect_secs, _ = symptom
         self._sample()
         self._books.ended(trainers)
-        failed_ns = detected_ns
         injected = self._injection.fired()
-        if injected is not None:
-            rank = injected.rank
-            if kind in (Kind.SIGNAL, Kind.EXIT):
-                failed_ns = injected.ns
-            else:
-                detect_secs = (detected_ns - injected.ns) / 1e9
-            if injected.kind is FailureKind.INOPERABLE:
-                self._inoperable = "declared inoperable by leto inject"
-        name = injected.kind.value if injected is not None else kind.value
-        control = self._ranks.controls[rank]
-        try:
-            phase = control.phase
-        except errors.RecordError:
-            phase = Phase.INIT
-        if kind is Kind.DAMAGED:
-            control[Word.COMMIT] = self._books.seen_commit(rank)
-        which = rank if trainers.ranks > 1 else None
-        failure = Failure(kind, detail, phase, control[Word.COMMIT], detect_secs, trainers.lost, which)
-        armed = control[Word.ARMED_SINCE_NS]
-        committed = phase in (Phase.DRAIN, Phase.BODY)  # no work of this step is lost
-        lost_secs = (failed_ns - armed) / 1e9 if armed and not committed else 0.0
-        self.journal.write(
-            "failure",
-            rank=rank,
-            incarnation=trainers.incarnation,
-            kind=name,
-            phase=phase.value,
-            step=failure.step,
-            reason=detail,
-            failed_ns=failed_ns,
-            detect_secs=detect_secs if detect_secs is not None else (detected_ns - failed_ns) / 1e9,
-            lost_step_secs=lost_secs,
-        )
+        if injected is not None and injected.kind is FailureKind.INOPERABLE:
+            self._inoperable = "declared inoperable by leto inject"
+        pending = self._books.failure(trainers, symptom, injected, detected_ns)
         began = time.monotonic()
         self._trainers = None
         report = trainers.fence(self.settings.deadlines.reap)
-        stages = {"detect": (detected_ns - failed_ns) / 1e9, "fence": time.monotonic() - began}
+        pending.stages["fence"] = time.monotonic() - began
         self.journal.write(
             "fence",
-            rank=rank,
+            rank=pending.rank,
             incarnation=trainers.incarnation,
             killed=len(report.killed),
             remaining=[item._asdict() for item in report.remaining],
-            secs=stages["fence"],
+            secs=pending.stages["fence"],
         )
-        if kind is not Kind.REFUSED:
-            self._say(f"the trainer{'s' * (trainers.ranks > 1)} failed ({failure.describe()})")
-        if self._pending is not None:  # a failure on the way back: one takeover, counted from the first failure
-            failed_ns, earlier = self._pending.failed_ns, self._pending.stages
-            stages = {name: secs + earlier.get(name, 0.0) for name, secs in stages.items()}
-        self._pending = Pending(failure, failed_ns, stages, lost_secs, name, rank)
+        if pending.failure.kind is not Kind.REFUSED:
+            self._say(f"the trainer{'s' * (trainers.ranks > 1)} failed ({pending.failure.describe()})")
+        self._pending = pending if self._pending is None else pending.after(self._pending)
         if report.remaining:
             stuck = report.remaining[0]
             self._give_up(
@@ -572,8 +537,9 @@ class Agent:
             )
             return
         if injected is not None and injected.kind in DAMAGE:
-            offset, nbytes = self._ranks.damage(rank, injected.kind, phase, self._incarnation, self._open_link.descriptors)
-            self.journal.write("damage", rank=rank, kind=injected.kind.value, offset=offset, nbytes=nbytes)
+            phase, kept = pending.failure.phase, self._open_link.descriptors
+            offset, nbytes = self._ranks.damage(pending.rank, injected.kind, phase, self._incarnation, kept)
+            self.journal.write("damage", rank=pending.rank, kind=injected.kind.value, offset=offset, nbytes=nbytes)
         self._recover()
 
     def _recover(self) -> None:
@@ -804,7 +770,7 @@ class Agent:
             "state": state,
             "step": self._ranks.commit,
             "steps": self._ranks.steps,
-            "ranks": [self._status_of(generation, child) for generation in self._generations for child in generation.children],
+            "ranks": [self._ranks.describe(generation, child) for generation in self._generations for child in generation.children],
             "restarts": len(self._history),
             "step_secs": median,
             "hang_deadline_secs": policy.step_deadline(self.settings.deadlines, median) if median else None,
@@ -812,22 +778,6 @@ class Agent:
             "manager_pid": self._open_link.client.manager_pid,
             "agent_pid": os.getpid(),
             "uptime_secs": time.monotonic() - self._started,
-        }
-
-    def _status_of(self, generation: Generation, child: Child) -> dict[str, Any]:
-        """One process, in the same words for both roles."""
-        control, trainer = self._ranks.controls[child.rank], generation is self._trainers
-        try:
-            phase = control.phase.value if trainer else ("ready" if child.ready else "loading")
-        except errors.RecordError:
-            phase = "unknown"
-        return {
-            "rank": child.rank,
-            "pid": child.pid,
-            "role": generation.role,
-            "phase": phase,
-            "level": None if trainer else child.level,
-            "step": control[Word.COMMIT] if trainer else None,
         }
 
     def _write_run_file(self, state: str) -> None:

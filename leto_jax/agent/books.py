@@ -1,4 +1,4 @@
-"""Steps, progress and takeovers of a job, as its journal and its watchdog want them. With several ranks rank 0's steps count for all."""
+"""Steps, failures and takeovers of a job, as its journal and its watchdog want them. With several ranks rank 0's steps count for all."""
 
 from __future__ import annotations
 
@@ -9,9 +9,13 @@ import time
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from leto_jax import errors
 from leto_jax.agent.generation import Generation
-from leto_jax.agent.policy import Failure
+from leto_jax.agent.injection import Fired
+from leto_jax.agent.policy import Failure, Kind
+from leto_jax.agent.watch import Symptom
 from leto_jax.arena.control import Control, Word
+from leto_jax.faults import Phase
 from leto_jax.goodput.journal import Journal
 
 PROGRESS_SECS = 30.0
@@ -31,6 +35,11 @@ class Pending:
     path: str = ""
     since: float = dataclasses.field(default_factory=time.monotonic)
 
+    def after(self, earlier: Pending) -> Pending:
+        """This failure came on the way back from another one: one takeover, counted from the first."""
+        stages = {name: secs + earlier.stages.get(name, 0.0) for name, secs in self.stages.items()}
+        return dataclasses.replace(self, failed_ns=earlier.failed_ns, stages=stages)
+
 
 class Books:
     """Watches the commits of all ranks, and writes down what they mean."""
@@ -39,7 +48,7 @@ class Books:
         self._controls, self._journal = controls, journal
         self._steps: collections.deque[float] = collections.deque(maxlen=STEP_WINDOW)
         self._plain_steps: collections.deque[float] = collections.deque(maxlen=STEP_WINDOW)  # while no shadow was loading
-        self._seen = [-1] * len(controls)
+        self._seen = [-1] * len(controls)  # commits, while the control words were whole
         self._progress_at = 0.0
 
     @property
@@ -49,10 +58,6 @@ class Books:
     @property
     def plain_step_secs(self) -> float:
         return statistics.median(self._plain_steps or self._steps or [0.0])
-
-    def seen_commit(self, rank: int) -> int:
-        """The newest commit of a rank while its control words were whole."""
-        return max(self._seen[rank], 0)
 
     def sample(self, trainers: Generation, shadow_loading: bool) -> bool:
         """Reads the control words: step times for the watchdog. Whether rank 0 has committed since the last look."""
@@ -89,6 +94,43 @@ class Books:
     def ended(self, trainers: Generation) -> None:
         """These trainers have ended, or will now."""
         self._journal.write("ended", **self._of(trainers), alive_secs=time.monotonic() - trainers.began)
+
+    def failure(self, trainers: Generation, symptom: Symptom, injected: Fired | None, detected_ns: int) -> Pending:
+        """What has failed, when and where, from the control words of the rank to blame: of the one that was told to fail, if one was."""
+        rank, kind, detail, detect_secs, _ = symptom
+        failed_ns = detected_ns
+        if injected is not None:
+            rank = injected.rank
+            if kind in (Kind.SIGNAL, Kind.EXIT):
+                failed_ns = injected.ns
+            else:
+                detect_secs = (detected_ns - injected.ns) / 1e9
+        control = self._controls[rank]
+        try:
+            phase = control.phase
+        except errors.RecordError:
+            phase = Phase.INIT
+        if kind is Kind.DAMAGED:
+            control[Word.COMMIT] = max(self._seen[rank], 0)
+        failure = Failure(kind, detail, phase, control[Word.COMMIT], detect_secs, trainers.lost, rank if trainers.ranks > 1 else None)
+        armed = control[Word.ARMED_SINCE_NS]
+        committed = phase in (Phase.DRAIN, Phase.BODY)  # no work of this step is lost
+        lost_secs = (failed_ns - armed) / 1e9 if armed and not committed else 0.0
+        detect = (detected_ns - failed_ns) / 1e9
+        name = injected.kind.value if injected is not None else kind.value
+        self._journal.write(
+            "failure",
+            rank=rank,
+            incarnation=trainers.incarnation,
+            kind=name,
+            phase=phase.value,
+            step=failure.step,
+            reason=detail,
+            failed_ns=failed_ns,
+            detect_secs=detect_secs if detect_secs is not None else detect,
+            lost_step_secs=lost_secs,
+        )
+        return Pending(failure, failed_ns, {"detect": detect}, lost_secs, name, rank)
 
     def takeover(self, trainers: Generation, pending: Pending, messages: Sequence[Mapping[str, Any]]) -> float:
         """Every rank has said that training goes on: one takeover, as long as that of the slowest. Returns its seconds."""

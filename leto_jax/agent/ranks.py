@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
+from typing import Any
 
 import numpy as np
 
 from leto_jax import errors
 from leto_jax import layout as layouts
+from leto_jax.agent.generation import Generation
+from leto_jax.agent.processes import Child
 from leto_jax.arena import control as controls
 from leto_jax.arena import damage, metadata
 from leto_jax.arena.control import Control, Word
@@ -85,6 +88,22 @@ class Ranks:
     @property
     def epoch(self) -> int:
         return max(rank.epoch for rank in self.metadata)
+
+    def describe(self, generation: Generation, child: Child) -> dict[str, Any]:
+        """One process for `leto status`."""
+        control, trainer = self.controls[child.rank], generation.role == "trainer"
+        try:
+            phase = control.phase.value if trainer else ("ready" if child.ready else "loading")
+        except errors.RecordError:
+            phase = "unknown"
+        return {
+            "rank": child.rank,
+            "pid": child.pid,
+            "role": generation.role,
+            "phase": phase,
+            "level": None if trainer else child.level,
+            "step": control[Word.COMMIT] if trainer else None,
+        }
 
     # What the agent says ----------------------------------------------------------------------------------------------------------
 
