@@ -21,7 +21,7 @@ class Protection:
     """How the state is cut and guarded.
 
     data_rows: D, rows of a protection group. local_parity: H1, parity rows in this node's host memory.
-    peer_parity: H2, rows that live with a peer (only with several ranks).
+    peer_parity: H2, rows that live with a peer (several ranks only), two versions of each.
     page_bytes: unit in which memory can be lost and replaced; a row is a multiple of it in every lane.
     chunk_bytes: size of the largest lane piece of one chunk; also the size of the gap of each lane.
     align_elements: leaves start at multiples of this many elements in all lanes of a signature.

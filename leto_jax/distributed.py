@@ -35,7 +35,8 @@ def serve(address: str, ranks: int) -> Any:
 
 
 def connect(address: str, rank: int, count: int, secs: float) -> Ranks:
-    """Makes this process rank `rank` of `count` of JAX's process group, once all of them have come. Before JAX opens a device.
+    """Makes this process rank `rank` of `count` of JAX's process group, once all of them have come. Before JAX opens a device. Of several
+    GPUs it opens the one with the rank's number.
 
     From here on `jax.distributed.initialize()` does nothing but say so. Raises DeadlineError if not all have come within `secs`.
     """
@@ -62,6 +63,7 @@ def connect(address: str, rank: int, count: int, secs: float) -> Ranks:
         raise errors.DeadlineError(
             f"rank {rank}: expected all {count} ranks at the coordinator {address} within {secs:.0f} s: {exception}"
         ) from exception
+    jax.config.update("jax_cuda_visible_devices", str(rank))
     state.client, state.process_id, state.num_processes, state.coordinator_address = client, rank, count, address
 
     def initialize(*_: Any, **__: Any) -> None:

@@ -39,6 +39,10 @@ class Point(enum.StrEnum):
     DRAIN_FLUX = enum.auto()
     DRAIN_PARITY = enum.auto()
     DRAIN_VERSION = enum.auto()
+    # and to the peer
+    PEER_FLUX = enum.auto()
+    PEER_PARITY = enum.auto()
+    PEER_VERSION = enum.auto()
     # takeover
     EPOCH = enum.auto()
     PROMOTION = enum.auto()

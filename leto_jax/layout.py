@@ -190,13 +190,38 @@ class GradientPart(NamedTuple):
     chunk: int
 
 
+class BlockForm(NamedTuple):
+    """A guard block as it lies in one tier: `rows` parity rows, two uint32 checksums a page, a record. Offsets are from its beginning."""
+
+    rows: int
+    row_bytes: int
+    pages: int
+    align: int
+
+    @property
+    def sums_offset(self) -> int:
+        return self.rows * self.row_bytes
+
+    @property
+    def sums_bytes(self) -> int:
+        return 8 * self.pages
+
+    @property
+    def record_offset(self) -> int:
+        return round_up(self.sums_offset + self.sums_bytes, self.align)
+
+    @property
+    def nbytes(self) -> int:
+        return round_up(self.record_offset + RECORD_BYTES, self.align)
+
+
 @dataclasses.dataclass(frozen=True)
 class Piece:
     """A protected range: one lane's share of one chunk, or one slice of the read-only leaves.
 
     index: number of the piece in the job. signature, lane, chunk: its place, None for read-only pieces. nbytes: D rows of `row_bytes`.
-    offset: byte address in the device arena for read-only pieces. staging: byte address of its parity rows and page checksums in the
-    staging region; host: the same in the host arena's parity region; both hold `guard_bytes`.
+    offset: byte address in the device arena for read-only pieces. staging, host, peer: byte addresses of its guard block in the staging
+    region, in the host arena's parity region and of the first of two in the peer arena. parity_rows: H1 + H2, local_rows: H1.
     """
 
     index: int
@@ -209,7 +234,9 @@ class Piece:
     offset: int
     staging: int
     host: int
+    peer: int
     parity_rows: int
+    local_rows: int
     align: int
 
     @property
@@ -221,17 +248,26 @@ class Piece:
         return self.row_bytes // self.page_bytes
 
     @property
-    def parity_bytes(self) -> int:
-        return self.parity_rows * self.row_bytes
+    def staged(self) -> BlockForm:
+        """Its guard block on the device: all parity rows."""
+        return BlockForm(self.parity_rows, self.row_bytes, self.pages, self.align)
 
     @property
-    def record_offset(self) -> int:
-        """Where in the guard block its record lies: behind parity rows and page checksums (two uint32 a page)."""
-        return round_up(self.parity_bytes + 8 * self.pages, self.align)
+    def hosted(self) -> BlockForm:
+        """In the host arena: the first H1 rows."""
+        return BlockForm(self.local_rows, self.row_bytes, self.pages, self.align)
 
     @property
-    def guard_bytes(self) -> int:
-        return round_up(self.record_offset + RECORD_BYTES, self.align)
+    def peered(self) -> BlockForm:
+        """With the peer: the other H2 rows."""
+        return BlockForm(self.parity_rows - self.local_rows, self.row_bytes, self.pages, self.align)
+
+    @property
+    def drained(self) -> list[tuple[int, int, int]]:
+        """(offset in the staged block, offset in the hosted one, bytes) of what goes to the host arena."""
+        if self.local_rows == self.parity_rows:
+            return [(0, 0, self.staged.record_offset)]
+        return [(0, 0, self.hosted.sums_offset), (self.staged.sums_offset, self.hosted.sums_offset, self.hosted.sums_bytes)]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -284,6 +320,7 @@ class Layout:
     regions: tuple[Region, ...]
     device_bytes: int
     host_bytes: int
+    peer_bytes: int
 
     @functools.cached_property
     def by_name(self) -> dict[str, Region]:
@@ -355,6 +392,7 @@ class Layout:
             ),
             ("log", size("log0") + size("log1"), "device arena; two copies"),
             ("parity", size("parity"), "host arena"),
+            *([("parity with the peer", self.peer_bytes, "host memory of the peer; two versions")] if self.peer_bytes else []),
             ("ring", size("ring"), "host arena"),
         ]
 
@@ -428,16 +466,30 @@ def plan(spec: JobSpec) -> Layout:
     device.name("lanes", lanes_start)
 
     pieces: list[Piece] = []
-    staging = parity = 0
+    staging = parity = peer = 0
 
     def piece(signature, lane, chunk, nbytes, offset) -> None:
-        nonlocal staging, parity
+        nonlocal staging, parity, peer
         new = Piece(
-            len(pieces), signature, lane, chunk, nbytes, nbytes // rows, page, offset, staging, parity, protection.parity_rows, align
+            len(pieces),
+            signature,
+            lane,
+            chunk,
+            nbytes,
+            nbytes // rows,
+            page,
+            offset,
+            staging,
+            parity,
+            peer,
+            protection.parity_rows,
+            protection.local_parity,
+            align,
         )
         pieces.append(new)
-        staging += new.guard_bytes
-        parity += new.guard_bytes
+        staging += new.staged.nbytes
+        parity += new.hosted.nbytes
+        peer += 2 * new.peered.nbytes if protection.peer_parity else 0
 
     for s, signature in enumerate(planned):
         for chunk in signature.chunks:
@@ -453,7 +505,7 @@ def plan(spec: JobSpec) -> Layout:
     batch = sum(round_up(leaf.nbytes, 64) for leaf in spec.batch)
     host.add("ring", RING_ENTRIES * ring_entry_bytes(spec, batch))
     return Layout(
-        spec, tuple(planned), tuple(pieces), read_only, scalars, extras, metrics, loose_grads, (*device.regions, *host.regions), round_up(device.end, page), round_up(host.end, page)
+        spec, tuple(planned), tuple(pieces), read_only, scalars, extras, metrics, loose_grads, (*device.regions, *host.regions), round_up(device.end, page), round_up(host.end, page), round_up(peer, page)
     )  # fmt: skip
 
 

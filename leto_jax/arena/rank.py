@@ -26,24 +26,31 @@ type Opener = Callable[[str, int, int | None], int]
 
 @dataclasses.dataclass(frozen=True)
 class Arenas:
-    """device: state, gradients, log, staging. host: parity, ring. metadata: life, epoch, lost ranges."""
+    """device: state, gradients, log, staging. host: parity, ring. metadata: life, epoch, lost ranges. peer: what a peer keeps, None without."""
 
     device: Arena
     host: Arena
     metadata_arena: Arena
+    peer: Arena | None = None
 
     @property
     def metadata(self) -> HostMetadata:
         return HostMetadata(self.metadata_arena)
 
     def close(self) -> None:
-        for arena in (self.device, self.host, self.metadata_arena):
-            arena.close()
+        for arena in (self.device, self.host, self.metadata_arena, self.peer):
+            if arena is not None:
+                arena.close()
 
 
 def arena_names(rank: int) -> tuple[str, str, str]:
     """Names under which the state manager keeps a rank's arenas."""
     return f"device.{rank}", f"host.{rank}", f"metadata.{rank}"
+
+
+def peer_name(rank: int) -> str:
+    """Name of the memory in which its peer keeps parity for a rank."""
+    return f"peer.{rank}"
 
 
 def segment_names(rank: int, nbytes: int, gpu: int) -> list[tuple[str, int]]:
@@ -69,7 +76,15 @@ def map_arenas(layout: Layout, rank: int, descriptor: Opener, gpu: int | None = 
         state,
         HostArena(descriptor(host, layout.host_bytes, None), layout.host_bytes, host),
         HostArena(descriptor(meta, metadata.BYTES, None), metadata.BYTES, meta),
+        _peer(layout, rank, descriptor),
     )
+
+
+def _peer(layout: Layout, rank: int, descriptor: Opener) -> Arena | None:
+    if not layout.peer_bytes:
+        return None
+    name = peer_name(rank)
+    return HostArena(descriptor(name, layout.peer_bytes, None), layout.peer_bytes, name)
 
 
 def private_arenas(layout: Layout, gpu: int | None = None) -> Arenas:
@@ -116,13 +131,17 @@ def scratch_arenas(layout: Layout, gpu: int | None = None) -> Arenas:
         repeats = max(0, -(-(layout.device_bytes - real) // SCRATCH_BYTES))
         alias = make(SCRATCH_BYTES)
         segments = [(make(real), real), *[(alias, SCRATCH_BYTES)] * repeats]
-        host, meta = (_host_memory(name, nbytes) for name, nbytes in [("host", layout.host_bytes), ("metadata", metadata.BYTES)])
-        opened.callback(os.close, host)
-        opened.callback(os.close, meta)
+
+        def on_host(name: str, nbytes: int, _: int | None = None) -> int:
+            fd = _host_memory(name, nbytes)
+            opened.callback(os.close, fd)
+            return fd
+
         return Arenas(
             DeviceArena(gpu, segments, layout.device_bytes, "scratch"),
-            HostArena(host, layout.host_bytes, "host"),
-            HostArena(meta, metadata.BYTES, "metadata"),
+            HostArena(on_host("host", layout.host_bytes), layout.host_bytes, "host"),
+            HostArena(on_host("metadata", metadata.BYTES), metadata.BYTES, "metadata"),
+            _peer(layout, 0, on_host),
         )
 
 

@@ -1,8 +1,7 @@
-"""Protection groups of one rank: parity and page checksums of every piece, in staging, in the host arena, and used for repair.
+"""Protection groups of one rank: parity and page checksums of every piece, in staging, in the host arena, with the peer, and used for repair.
 
-A piece's guard block is H parity rows, two uint32 checksums a page, and a record: the version of the data that it guards, and a checksum of
-the checksums, in the same form (`seal_record`; a device makes it by itself). Fresh blocks are staged on the device beside the data, and drained to the host arena after the commit. A block counts
-only with a valid record of the data's version: what was cut short, lost or damaged is not there.
+Fresh guard blocks (`blocks`) are staged on the device beside the data with all parity rows; after the commit the first H1 rows are drained to
+the host arena, and the others go to the peer, if there is one.
 """
 
 from __future__ import annotations
@@ -17,25 +16,26 @@ import numpy as np
 from leto_jax import errors
 from leto_jax.arena.memory import Arena
 from leto_jax.faults import Point
-from leto_jax.layout import Layout, Piece
-from leto_jax.records import Kind, Record
-from leto_jax.rmp import checksum, reference
-
-CURRENT = 1  # the first word of a block's record; 0: void
+from leto_jax.layout import BlockForm, Layout, Piece
+from leto_jax.records import Record
+from leto_jax.rmp import blocks, checksum, reference
+from leto_jax.rmp.peer import Parcel, PeerTier
 
 
 class Block(NamedTuple):
-    """A guard block, read-only. checksums: uint32[pages, 2]. parity(): uint8[H, row_bytes], read when it is asked for."""
+    """What is there to repair a piece with, read-only. checksums: uint32[pages, 2]. parity(): uint8[H, row_bytes], read when it is asked for;
+    the rows in `absent` are zero, no tier has them."""
 
     checksums: np.ndarray
     parity: Callable[[], np.ndarray]
+    absent: frozenset[int] = frozenset()
 
 
 class Guard:
     """Stages, drains, verifies and repairs the pieces of one rank."""
 
-    def __init__(self, device: Arena, host: Arena, layout: Layout):
-        self._device, self._host, self._layout = device, host, layout
+    def __init__(self, device: Arena, host: Arena, layout: Layout, peer: PeerTier | None = None):
+        self._device, self._host, self._layout, self.peer = device, host, layout, peer
         self._staging = layout.by_name["staging"].offset
         self._parity = layout.by_name["parity"].offset
 
@@ -55,15 +55,15 @@ class Guard:
 
     def void(self, piece: Piece) -> None:
         """Says that a staged block does not count: it is about to be written, or a page of it is lost."""
-        self._device.store_record(Point.STAGING, self.record_place(piece), void_record(piece))
+        self._device.store_record(Point.STAGING, self.record_place(piece), blocks.void_record(piece))
 
     def seal(self, piece: Piece, version: int, checksums: np.ndarray) -> None:
         """Says that a staged block is complete, and of which version."""
-        self._device.store_record(Point.STAGING, self.record_place(piece), seal_record(piece, version, np.asarray(checksums)))
+        self._device.store_record(Point.STAGING, self.record_place(piece), blocks.seal_record(piece, version, np.asarray(checksums)))
 
     def record_place(self, piece: Piece) -> int:
         """Byte address of a staged block's record in the device arena."""
-        return self._staging + piece.staging + piece.record_offset
+        return self._staging + piece.staging + piece.staged.record_offset
 
     def drain(self, pieces: Iterable[Piece], version: int) -> None:
         """Copies staged blocks of `version` to the host arena; leaves out those that are not of this version.
@@ -76,26 +76,37 @@ class Guard:
             if staged is None or staged.step != version:
                 continue
             source, target = self._staging + piece.staging, self.begin_drain(piece)
-            self._host.store(Point.DRAIN_PARITY, target, self._device.view(source, piece.record_offset))
+            for begin, at, nbytes in piece.drained:
+                self._host.store(Point.DRAIN_PARITY, target + at, self._device.view(source + begin, nbytes))
             self.end_drain(piece, staged)
 
     def staged(self, piece: Piece) -> Record | None:
         """The record of a piece's staged block if the block counts."""
-        return self._valid(self._device, self._staging + piece.staging, piece)
+        return blocks.valid(self._device, self._staging + piece.staging, piece.staged, piece)
+
+    def parcels(self, pieces: Iterable[Piece], version: int) -> list[Parcel]:
+        """What the peer shall have of the pieces that are staged in `version`. Cost: copies H2/D of them."""
+        found = []
+        for piece in pieces:
+            record, offset = self.staged(piece), self._staging + piece.staging
+            if record is not None and record.step == version:
+                rows = blocks.parity(self._device, offset, piece.staged)[piece.local_rows :].copy()
+                found.append(Parcel(piece, version, rows, blocks.checksums(self._device, offset, piece.staged).copy()))
+        return found
 
     def begin_drain(self, piece: Piece) -> int:
         """Voids the host copy of a piece's block; returns where it lies in the host arena."""
         target = self._parity + piece.host
-        self._host.store_record(Point.DRAIN_FLUX, target + piece.record_offset, void_record(piece))
+        self._host.store_record(Point.DRAIN_FLUX, target + piece.hosted.record_offset, blocks.void_record(piece))
         return target
 
     def end_drain(self, piece: Piece, staged: Record) -> None:
         """The block has arrived: from here the host copy counts."""
-        self._host.store_record(Point.DRAIN_VERSION, self._parity + piece.host + piece.record_offset, staged)
+        self._host.store_record(Point.DRAIN_VERSION, self._parity + piece.host + piece.hosted.record_offset, staged)
 
     def version(self, piece: Piece) -> int | None:
         """Version of a piece's block in the host arena; None if there is no valid one."""
-        record = self._valid(self._host, self._parity + piece.host, piece)
+        record = blocks.valid(self._host, self._parity + piece.host, piece.hosted, piece)
         return record.step if record is not None else None
 
     def invalidate(self, piece: Piece, staged: bool, host: bool) -> None:
@@ -107,15 +118,34 @@ class Guard:
 
     def ranges(self, piece: Piece) -> tuple[tuple[int, int], tuple[int, int]]:
         """((offset, nbytes) of a piece's block in the device arena, the same in the host arena)."""
-        return (self._staging + piece.staging, piece.guard_bytes), (self._parity + piece.host, piece.guard_bytes)
+        return (self._staging + piece.staging, piece.staged.nbytes), (self._parity + piece.host, piece.hosted.nbytes)
 
     def block(self, piece: Piece, version: int) -> Block | None:
-        """The block that belongs to `version`, from the tier that has it; None if neither has."""
-        for arena, offset in ((self._host, self._parity + piece.host), (self._device, self._staging + piece.staging)):
-            record = self._valid(arena, offset, piece)
-            if record is not None and record.step == version:
-                return Block(self._checksums(arena, offset, piece), functools.partial(_parity, arena, offset, piece))
-        return None
+        """What the tiers have that belongs to `version`; None if none of them has anything."""
+        hosted = self._host, self._parity + piece.host, piece.hosted
+        staged = self._device, self._staging + piece.staging, piece.staged
+        local, peer = self._current(*hosted, piece, version), self.peer
+        if peer is not None and not peer.has(piece, version):
+            peer = None
+        if local and not piece.peered.rows:
+            return Block(blocks.checksums(*hosted), functools.partial(blocks.parity, *hosted))
+        if not (local and peer) and self._current(*staged, piece, version):
+            return Block(blocks.checksums(*staged), functools.partial(blocks.parity, *staged))
+        first, second = range(piece.local_rows), range(piece.local_rows, piece.parity_rows)
+        if not local and peer is None:
+            return None
+        zeros = lambda rows: np.zeros((len(rows), piece.row_bytes), np.uint8)
+
+        def parity() -> np.ndarray:
+            mine, theirs = blocks.parity(*hosted) if local else zeros(first), peer.parity(piece, version) if peer else zeros(second)
+            return np.concatenate([mine, theirs])
+
+        checksums = blocks.checksums(*hosted) if local or peer is None else peer.checksums(piece, version)
+        return Block(checksums, parity, frozenset((*(() if local else first), *(() if peer else second))))
+
+    def _current(self, arena: Arena, offset: int, form: BlockForm, piece: Piece, version: int) -> bool:
+        record = blocks.valid(arena, offset, form, piece)
+        return record is not None and record.step == version
 
     def verify(self, piece: Piece, address: int, expected: np.ndarray, first: int, count: int) -> list[int]:
         """Those of `count` pages from `first` on whose checksum is not the expected one. Cost: reads the pages once, on one core."""
@@ -129,19 +159,19 @@ class Guard:
         UnrecoverableError if the rebuilt page does not have its checksum.
         Crash: lost pages hold anything; they are still on the LOST list or fail their checksum, so the next attach rebuilds them.
         """
-        parity, checksums = block.parity(), block.checksums
+        parity, checksums, most = block.parity(), block.checksums, piece.parity_rows - len(block.absent)
         columns: dict[int, list[int]] = {}
         for page in lost:
             columns.setdefault(page % piece.pages_per_row, []).append(page // piece.pages_per_row)
         rewritten = 0
         for column, rows in sorted(columns.items()):
-            if len(rows) > piece.parity_rows:
+            if len(rows) > most:
                 raise errors.TooManyErasuresError(
-                    f"piece {piece.index}, group {column}: {len(rows)} of {self._layout.spec.protection.data_rows} pages are lost, parity rebuilds at most {piece.parity_rows}; "
+                    f"piece {piece.index}, group {column}: {len(rows)} of {self._layout.spec.protection.data_rows} pages are lost, parity rebuilds at most {most}; "
                     "restore from a checkpoint"
                 )
             data = self._group(piece, address, column)
-            rebuilt = self._rebuild(piece, data, rows, parity[:, self._columns(piece, column)], checksums, column)
+            rebuilt = self._rebuild(piece, data, rows, parity[:, self._columns(piece, column)], checksums, column, block.absent)
             for row, content in zip(rows, rebuilt, strict=True):
                 self._device.store(Point.REPAIR_PAGE, address + row * piece.row_bytes + column * piece.page_bytes, content)
                 rewritten += 1
@@ -154,10 +184,11 @@ class Guard:
         """A copy of the data pages of one group: uint8[D, page_bytes]."""
         return self._device.view(address, piece.nbytes).reshape(-1, piece.row_bytes)[:, self._columns(piece, column)].copy()
 
-    def _rebuild(self, piece, data, rows, parity, checksums, column) -> list[np.ndarray]:
+    def _rebuild(self, piece, data, rows, parity, checksums, column, absent) -> list[np.ndarray]:
         """Rebuilt rows, ascending. Tries every choice of parity rows: parity carries no checksum, a damaged row shows in the rebuilt page's."""
-        spare = piece.parity_rows - len(rows)
-        for without in itertools.combinations(range(piece.parity_rows), spare):
+        there = [row for row in range(piece.parity_rows) if row not in absent]
+        for spare in itertools.combinations(there, len(there) - len(rows)):
+            without = sorted({*spare, *absent})
             pages, _ = reference.reconstruct(data, parity, rows, without)
             sums = checksum.page_checksums_np(np.ascontiguousarray(pages).view(np.uint32))
             expected = checksums[[row * piece.pages_per_row + column for row in rows]]
@@ -166,33 +197,3 @@ class Guard:
         raise errors.UnrecoverableError(
             f"piece {piece.index}, group {column}: rebuilt pages of rows {rows} do not have their checksums; data and parity are damaged together, restore from a checkpoint"
         )
-
-    def _valid(self, arena: Arena, offset: int, piece: Piece) -> Record | None:
-        """The record of a block if the block counts: complete, of this piece, checksums undamaged."""
-        record = arena.record(offset + piece.record_offset, Kind.VERSION)
-        if record is None or record.body[0] != CURRENT or record.index != piece.index:
-            return None
-        return record if record.body == seal_record(piece, record.step, self._checksums(arena, offset, piece)).body else None
-
-    def _checksums(self, arena: Arena, offset: int, piece: Piece) -> np.ndarray:
-        return arena.array(offset + piece.parity_bytes, (piece.pages, 2), np.dtype(np.uint32))
-
-
-def _parity(arena: Arena, offset: int, piece: Piece) -> np.ndarray:
-    return arena.view(offset, piece.parity_bytes).reshape(piece.parity_rows, piece.row_bytes)
-
-
-def void_record(piece: Piece) -> Record:
-    """The record of a block that does not count."""
-    return Record(Kind.VERSION, index=piece.index)
-
-
-def unsealed_record(piece: Piece, version: int) -> Record:
-    """`seal_record` of a block whose page checksums are all zero, which a device completes (`rmu.placed.seal`)."""
-    return Record(Kind.VERSION, step=version, index=piece.index, body=(CURRENT, 0, 0))
-
-
-def seal_record(piece: Piece, version: int, checksums: np.ndarray) -> Record:
-    """The record of a complete block: version of the data, and the checksum of the page checksums (uint32[pages, 2]) as if they were a page."""
-    first, second = checksum.page_checksums_np(np.ascontiguousarray(checksums).reshape(1, -1))[0]
-    return Record(Kind.VERSION, step=version, index=piece.index, body=(CURRENT, int(first), int(second)))

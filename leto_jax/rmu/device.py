@@ -35,7 +35,7 @@ from leto_jax.arena.views import view
 from leto_jax.faults import Moment, Point
 from leto_jax.layout import Piece
 from leto_jax.records import BYTES, LOSS_WORD, SQUARES_WORD, Kind, Record
-from leto_jax.rmp.groups import unsealed_record, void_record
+from leto_jax.rmp.blocks import unsealed_record, void_record
 from leto_jax.rmu import placed, programs
 from leto_jax.rmu.log import COPIES
 from leto_jax.rmu.retained import Retained
@@ -77,8 +77,16 @@ class Guess(NamedTuple):
 class DeviceTransaction(Transaction):
     """See `Transaction`; for programs that `programs.trace(..., in_place=True)` has made."""
 
-    def __init__(self, retained: Retained, run: Mapping[str, Callable], epoch: int, at: Observer = faults.reach, rank: int = 0):
-        super().__init__(retained, run, epoch, at, rank)
+    def __init__(
+        self,
+        retained: Retained,
+        run: Mapping[str, Callable],
+        epoch: int,
+        at: Observer = faults.reach,
+        rank: int = 0,
+        wait_for_peer: bool = False,
+    ):
+        super().__init__(retained, run, epoch, at, rank, wait_for_peer)
         self._places: dict[tuple, list[jax.Array]] = {}  # donated to the next program that owns the place
         self._checked: set[tuple] = set()
         self._cleared = False
@@ -91,7 +99,7 @@ class DeviceTransaction(Transaction):
         self._pending: tuple[jax.Array, jax.Array]  # what is found in them
         self._guess: Guess | None = None
         self._token: jax.Array = jnp.zeros(16, jnp.uint32)
-        self._drainer = Drainer(retained)
+        self._drainer = Drainer(retained, self._send)
         if isinstance(self._device, DeviceArena):
             self._device.settle = lambda: jax.block_until_ready(self._token)
 
@@ -300,7 +308,7 @@ class DeviceTransaction(Transaction):
         for piece in pieces:
             start = self.retained.guard.ranges(piece)[0][0]
             rows.append(Spot(start, (piece.parity_rows, piece.row_bytes // 4), "uint32"))
-            sums.append(Spot(start + piece.parity_bytes, (piece.pages, 2), "uint32"))
+            sums.append(Spot(start + piece.staged.sums_offset, (piece.pages, 2), "uint32"))
         return rows, sums
 
     def _arrived(
@@ -340,13 +348,13 @@ class DeviceTransaction(Transaction):
 
 
 class Drainer:
-    """Copies staged parity to the host arena, behind the next compute, in a thread.
+    """Copies staged parity to the host arena, behind the next compute, in a thread. behind(pieces, version): what comes then.
 
     Crash: as `Guard.drain`: a piece whose copy was cut short is drained or encoded again.
     """
 
-    def __init__(self, retained: Retained):
-        self._retained = retained
+    def __init__(self, retained: Retained, behind: Callable[[Sequence[Piece], int], None]):
+        self._retained, self._behind = retained, behind
         self._thread: threading.Thread | None = None
         self._error: BaseException | None = None
         self._secs = 0.0
@@ -387,6 +395,7 @@ class Drainer:
             else:
                 self._copy(pieces, version, self._copies)
             self._secs = time.monotonic() - begin
+            self._behind(pieces, version)
         except BaseException as exception:
             self._error = exception
 
@@ -398,16 +407,22 @@ class Drainer:
             if staged is None or staged.step != version:
                 continue
             target, source = guard.begin_drain(piece), guard.ranges(piece)[0][0]
-            for at, part in copies.read(device.address + source, piece.record_offset):
-                host.write_through(Point.DRAIN_PARITY, target + at, part)
+            for begin, place, nbytes in piece.drained:
+                for at, part in copies.read(device.address + source + begin, nbytes):
+                    host.write_through(Point.DRAIN_PARITY, target + place + at, part)
             guard.end_drain(piece, staged)
 
 
 def make_transaction(
-    retained: Retained, run: Mapping[str, Callable], epoch: int, at: Observer = faults.reach, rank: int = 0
+    retained: Retained,
+    run: Mapping[str, Callable],
+    epoch: int,
+    at: Observer = faults.reach,
+    rank: int = 0,
+    wait_for_peer: bool = False,
 ) -> Transaction:
     """The transaction that fits the programs of the job."""
-    return (DeviceTransaction if retained.job.in_place else Transaction)(retained, run, epoch, at, rank)
+    return (DeviceTransaction if retained.job.in_place else Transaction)(retained, run, epoch, at, rank, wait_for_peer)
 
 
 def _words(record: Record) -> np.ndarray:

@@ -17,6 +17,7 @@ from leto_jax.layout import Chunk, LeafSpec, Packed, Piece
 from leto_jax.records import SUMS_WORD, Kind, Record
 from leto_jax.rmp import checksum
 from leto_jax.rmp.groups import Guard
+from leto_jax.rmp.peer import PeerTier
 from leto_jax.rmu.log import Log
 from leto_jax.rmu.programs import Home, Job
 from leto_jax.rmu.recovery import Life, Picture
@@ -30,10 +31,10 @@ class Retained:
     Owns nothing: the arenas belong to whoever mapped them.
     """
 
-    def __init__(self, job: Job, device: Arena, host: Arena, metadata: HostMetadata, jax_device: jax.Device):
+    def __init__(self, job: Job, device: Arena, host: Arena, metadata: HostMetadata, jax_device: jax.Device, peer: Arena | None = None):
         self.job, self.layout, self.device, self.host, self.metadata, self.jax_device = job, job.layout, device, host, metadata, jax_device
         self.log = Log(device, job.layout)
-        self.guard = Guard(device, host, job.layout)
+        self.guard = Guard(device, host, job.layout, None if peer is None else PeerTier(peer, job.layout))
         self._cache: dict[tuple, list[jax.Array]] = {}
 
     # Leaves -----------------------------------------------------------------------------------------------------------------------

@@ -88,6 +88,7 @@ def recover(
         else:
             transaction.drain_stale(commit)
         transaction.encode_all(commit)
+        transaction.refill_peer(commit)
         if rank in plan.unknown_metrics:
             transaction.forget_metrics(commit)
     return Recovered(plan, commit, repaired)

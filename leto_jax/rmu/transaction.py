@@ -26,6 +26,7 @@ from leto_jax import errors, faults, records
 from leto_jax.faults import Phase, Point
 from leto_jax.layout import Packed, Piece
 from leto_jax.records import LOSS_WORD, SQUARES_WORD, Kind, Record
+from leto_jax.rmp.peer import Sender
 from leto_jax.rmu import programs
 from leto_jax.rmu.recovery import Life
 from leto_jax.rmu.retained import Retained
@@ -38,15 +39,25 @@ class Transaction:
     """Writes one rank's retained memory. One at a time exists per rank: the lease, and the fence before it, see to that.
 
     run: compiled programs by name. epoch: of this incarnation; it goes into every record. at(phase, step, chunk): told where the step is. rank:
-    whose memory it is, among those of `job.spread`.
+    whose memory it is, among those of `job.spread`. wait_for_peer: a step is done when the peer has its parity too.
     """
 
-    def __init__(self, retained: Retained, run: Mapping[str, Callable], epoch: int, at: Observer = faults.reach, rank: int = 0):
+    def __init__(
+        self,
+        retained: Retained,
+        run: Mapping[str, Callable],
+        epoch: int,
+        at: Observer = faults.reach,
+        rank: int = 0,
+        wait_for_peer: bool = False,
+    ):
         self.retained, self.layout, self._run, self.epoch, self.at, self.rank = retained, retained.layout, run, epoch, at, rank
         self._device = retained.device
         self._committed_ns = 0
         self.stale_ns = 0  # how long the host copy of the parity was behind the data, in all
         self.scrub_bytes = self.layout.spec.protection.scrub_bytes_per_step
+        peer = retained.guard.peer
+        self._sender = Sender(peer, wait_for_peer) if peer is not None else None
         self._cursor = (0, 0)  # piece and page at which the next scrub slice begins
 
     def init(self, key: jax.Array) -> Sequence[Sequence]:
@@ -250,6 +261,25 @@ class Transaction:
         guard = self.retained.guard
         self._drain([piece for piece in self.layout.pieces if guard.version(piece) != self.version(piece, commit)], commit)
 
+    def refill_peer(self, commit: int) -> None:
+        """Sends the parity of read-only pieces that the peer does not have; that of all others goes with the next commit. After a takeover."""
+        peer = self.retained.guard.peer
+        lacking = [
+            piece
+            for piece in (self.layout.pieces if peer is not None else ())
+            if piece.chunk is None and peer is not None and not peer.has(piece, self.version(piece, commit))
+        ]
+        if lacking:
+            self.wait_drained()
+        for piece in lacking:
+            self._encode(piece, commit)
+            self._send([piece], self.version(piece, commit))
+
+    @property
+    def peer_stale_ns(self) -> int:
+        """How long the parity with the peer was behind the data."""
+        return self._sender.stale_ns if self._sender is not None else 0
+
     def version(self, piece: Piece, commit: int) -> int:
         """Version of a piece's data while the state is that of `commit`: read-only pieces are of the fill's for ever."""
         fill = self.retained.metadata.latest(Kind.LIFE)
@@ -321,6 +351,12 @@ class Transaction:
     def _drain(self, pieces: Sequence[Piece], commit: int) -> None:
         self.retained.guard.drain(pieces, commit)
         self.stale_ns += time.monotonic_ns() - self._committed_ns
+        self._send(pieces, commit)
+
+    def _send(self, pieces: Sequence[Piece], version: int) -> None:
+        """Parity of the pieces that are staged in this version is on its way to the peer."""
+        if self._sender is not None:
+            self._sender.offer(self.retained.guard.parcels(pieces, version), self._committed_ns)
 
     def _encode(self, piece: Piece, commit: int) -> None:
         parity, checksums = self._run[programs.encode_name(piece.row_bytes // 4)](self.retained.words(piece, commit))

@@ -88,7 +88,7 @@ def _rehearse(
     rank: int,
 ) -> None:
     gpu = views.gpu_number(device)
-    retained = Retained(job, arenas.device, arenas.host, arenas.metadata, device)
+    retained = Retained(job, arenas.device, arenas.host, arenas.metadata, device, arenas.peer)
     transaction = make_transaction(retained, run, epoch=1, at=lambda *_: None, rank=rank)
     if gpu is not None:
         transaction.scrub_bytes = 0  # scratch memory is mapped over and over: no page of it is what it was

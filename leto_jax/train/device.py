@@ -16,7 +16,15 @@ def only_device() -> jax.Device:
             f"jax.distributed: expected it not to be initialized, found process {jax.process_index()} of {jax.process_count()}; "
             "trainers and shadows are jobs of their own: remove jax.distributed.initialize(), and start several ranks with `leto run --nproc-per-node`"
         )
-    devices = jax.local_devices()
+    try:
+        devices = jax.local_devices()
+    except RuntimeError as exception:
+        ranks = distributed.current()
+        if ranks.count == 1:
+            raise
+        raise errors.UsageError(
+            f"rank {ranks.rank} of {ranks.count}: expected a device of its own, found none ({exception}); take no more ranks than there are GPUs"
+        ) from exception
     device = devices[0]
     nvidia = device.platform == "gpu" and "rocm" not in str(getattr(device.client, "platform_version", "")).lower()
     if device.platform != "cpu" and not nvidia:

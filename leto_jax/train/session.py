@@ -178,6 +178,10 @@ class Session:
             protection = self._protection or Protection()
         else:
             protection = for_gpu(self._protection, cuda.granularity(self._gpu))
+        if protection.peer_parity and self._ranks.count == 1:
+            raise errors.UsageError(
+                f"peer_parity: expected 0 for a job of one rank, which has no peer, found {protection.peer_parity}; use local_parity"
+            )
         in_place = None if self._gpu is None else self._device
         self._job = programs.trace(self._init, self._step.spec, batch, key, protection, in_place, self._sharding)
         if self._process is not None and self._process.role == "plan":
@@ -312,7 +316,7 @@ class Session:
             yield
             stages[name] = (time.monotonic_ns() - begin) / 1e9
 
-        self._retained = Retained(self._job, arenas.device, arenas.host, arenas.metadata, self._device)
+        self._retained = Retained(self._job, arenas.device, arenas.host, arenas.metadata, self._device, arenas.peer)
         self._transaction = make_transaction(self._retained, executables.over_ranks(self._job, run), epoch, self._at, self._ranks.rank)
         self._ring = Ring(arenas.host, self._job.layout)
         recovered = rollforward.recover(self._retained, self._transaction, stage, self._pictures, self._ranks.rank)

@@ -1,6 +1,6 @@
 """Tiny jobs whose processes die at chosen stores, in one process of ours.
 
-What outlives a process is a `World`: three memory files. What dies is an `Incarnation`: mappings, views, a transaction, an epoch. A crash
+What outlives a process is a `World`: memory files, one for each arena. What dies is an `Incarnation`: mappings, views, a transaction, an epoch. A crash
 is an exception out of a store; whoever comes next makes a new incarnation over the same files, so nothing in Python carries over.
 
     life(variant, world, steps)                       raises the epoch, recovers or fills, trains to `steps`
@@ -121,6 +121,7 @@ _STEPS: dict[str, tuple[Callable[[], TrainStep], Protection]] = {
     ),
 }
 _STEPS["placed"] = _STEPS["adamw"]
+_STEPS["peer"] = (_STEPS["adamw"][0], Protection(4, 1, 1, PAGE, 2048))  # as adamw, the second parity row with a peer
 VARIANTS = tuple(_STEPS)
 IN_PLACE = {"placed"}  # the order of stores that programs on a GPU make; here their outputs are copied to their places
 SKIPPED = {"bf16": 2}  # step whose batch holds a NaN
@@ -151,12 +152,13 @@ def variant(name: str) -> Variant:
 
 
 class World:
-    """Retained memory without anybody who looks at it. content: bytes of the three arenas, zeros if left out."""
+    """Retained memory without anybody who looks at it. content: bytes of the arenas, zeros if left out."""
 
     def __init__(self, layout: Layout, content: tuple[bytes, ...] | None = None):
         self.layout, self._fds = layout, []
         arenas = map_arenas(layout, 0, lambda name, nbytes, _: self._make(name, nbytes))
-        for fd, arena, data in zip(self._fds, (arenas.device, arenas.host, arenas.metadata_arena), content or (b"",) * 3, strict=True):
+        mapped = [arena for arena in (arenas.device, arenas.host, arenas.metadata_arena, arenas.peer) if arena is not None]
+        for fd, arena, data in zip(self._fds, mapped, content or (b"",) * len(mapped), strict=True):
             os.ftruncate(fd, arena.nbytes)
             os.pwrite(fd, data, 0)
         arenas.close()
@@ -191,8 +193,8 @@ class Incarnation:
     def __init__(self, variant: Variant, world: World):
         self.variant, self.arenas = variant, world.map()
         self.metadata = HostMetadata(self.arenas.metadata_arena)
-        self.retained = Retained(variant.job, self.arenas.device, self.arenas.host, self.metadata, jax.devices()[0])
-        self.transaction = make_transaction(self.retained, variant.run, self.metadata.epoch)
+        self.retained = Retained(variant.job, self.arenas.device, self.arenas.host, self.metadata, jax.devices()[0], self.arenas.peer)
+        self.transaction = make_transaction(self.retained, variant.run, self.metadata.epoch, wait_for_peer=True)
         self.ring = Ring(self.arenas.host, variant.layout)
         self.commit = -1
 
@@ -397,11 +399,12 @@ def truth(variant: Variant, commit: int) -> Truth:
 
 
 @functools.cache
-def _encoded(data: bytes, piece: Piece) -> bytes:
-    """The guard block of a piece's bytes, by the reference."""
+def _encoded(data: bytes, piece: Piece) -> tuple[bytes, np.ndarray]:
+    """The guard block of a piece's bytes on the host, and the parity rows of its peer, by the reference."""
     rows = np.frombuffer(data, np.uint8).reshape(-1, piece.row_bytes)
     sums = checksum.page_checksums_np(np.frombuffer(data, np.uint32).reshape(piece.pages, -1))
-    return reference.encode(rows, piece.parity_rows).tobytes() + sums.tobytes()
+    parity = reference.encode(rows, piece.parity_rows)
+    return parity[: piece.local_rows].tobytes() + sums.tobytes(), parity[piece.local_rows :]
 
 
 def check(variant: Variant, world: World, commit: int, padding: bool = True, metrics: bool = True, parity: bool = True) -> None:
@@ -426,7 +429,12 @@ def check(variant: Variant, world: World, commit: int, padding: bool = True, met
             version = fill.step if piece.chunk is None else commit
             assert retained.guard.version(piece) == version, f"piece {piece.index}: version {retained.guard.version(piece)}, not {version}"
             _, (offset, _) = retained.guard.ranges(piece)
-            expected = _encoded(data, piece)
+            expected, theirs = _encoded(data, piece)
+            peer = retained.guard.peer
+            if parity and peer is not None and peer.has(piece, version):
+                assert np.array_equal(peer.parity(piece, version), theirs), (
+                    f"piece {piece.index}: the peer's parity is not that of its data"
+                )
             assert not parity or process.arenas.host.view(offset, len(expected)).tobytes() == expected, (
                 f"piece {piece.index}: parity is not that of its data"
             )

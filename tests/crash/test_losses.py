@@ -149,7 +149,7 @@ def guard(tier: str, chunk: int, begin: Callable[[Piece], int], nbytes: Callable
 
 def versions(v, moment) -> Ranges:
     found = v.layout.by_name["parity"]
-    return [("host", found.offset + piece.host + piece.record_offset, records.BYTES) for piece in v.layout.pieces]
+    return [("host", found.offset + piece.host + piece.hosted.record_offset, records.BYTES) for piece in v.layout.pieces]
 
 
 def read_only(v, moment) -> Ranges:
@@ -172,7 +172,7 @@ def both(*several: Callable[[harness.Variant, str], Ranges]) -> Callable[[harnes
 
 ROW = lambda piece: PAGE
 START = lambda piece: 0
-SUMS = lambda piece: piece.parity_bytes
+SUMS = lambda piece: piece.hosted.sums_offset
 SUM_BYTES = lambda piece: 8 * piece.pages
 
 FAULTS = {
@@ -361,7 +361,7 @@ def test_table(name, act, table):
 def test_a_page_that_is_lost_with_all_of_its_guard_is_refused(name, moment):
     """Nothing is left to find out what it held: neither used as it is, nor encoded as if it were right."""
     v = variant(name)
-    whole = lambda piece: piece.guard_bytes
+    whole = lambda piece: piece.staged.nbytes
     for chunk in (FIRST, LAST):
         lost = both(data(chunk, 0, -1), guard("host", chunk, START, whole), guard("staging", chunk, START, whole))
         with World(v.layout, left(v, moment)) as world:

@@ -223,7 +223,7 @@ def test_a_damaged_record_or_checksum_shows_no_block(bench):
     bench.guard.drain([piece], 0)
     bench.guard.invalidate(piece, staged=True, host=False)
     (_, _), (base, _) = bench.guard.ranges(piece)
-    for begin, nbytes, stride in ((base + piece.record_offset, 64, 1), (base + piece.parity_bytes, 8 * piece.pages, 7)):
+    for begin, nbytes, stride in ((base + piece.hosted.record_offset, 64, 1), (base + piece.hosted.sums_offset, 8 * piece.pages, 7)):
         before = bench.host.view(begin, nbytes).copy()
         for bit in range(0, 8 * nbytes, stride):
             damaged = before.copy()

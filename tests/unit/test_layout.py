@@ -151,8 +151,8 @@ def test_chunks_cover_every_lane_once_and_rows_are_whole_pages(spec):
         assert piece.pages == rows * piece.pages_per_row
         assert plan.address(piece, 0) % page == plan.address(piece, 1) % page == 0
     for name, places in (
-        ("staging", [(p.staging, p.staging + p.guard_bytes) for p in plan.pieces]),
-        ("parity", [(p.host, p.host + p.guard_bytes) for p in plan.pieces]),
+        ("staging", [(p.staging, p.staging + p.staged.nbytes) for p in plan.pieces]),
+        ("parity", [(p.host, p.host + p.hosted.nbytes) for p in plan.pieces]),
     ):
         assert disjoint(places)
         assert max(end for _, end in places) <= plan.by_name[name].nbytes
@@ -337,7 +337,7 @@ def test_the_table_adds_up():
     assert rows["parameters"] == rows["optimizer state"] == lane.elements * 4
     assert rows["gap"] == 2 * lane.gap * 4
     assert rows["log"] == 2 * 64 * (6 + 2 * len(plan.chunks))
-    assert rows["staging"] == sum(piece.guard_bytes for piece in plan.pieces)
+    assert rows["staging"] == sum(piece.staged.nbytes for piece in plan.pieces)
     assert sum(rows.values()) <= plan.device_bytes + plan.host_bytes
 
 
