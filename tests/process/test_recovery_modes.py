@@ -173,9 +173,10 @@ def damage_a_group(run) -> None:
     from leto_jax.arena.memory import HostArena
     from leto_jax.manager import runtime
     from leto_jax.manager.client import ManagerClient
+    from leto_jax.shadow.member import IDENTITY
 
     with ManagerClient(run.directory / runtime.SOCKET_NAME, "tool") as manager:
-        with manager.get_blob("identity") as identity:
+        with manager.get_blob(IDENTITY) as identity:
             plan = layouts.from_bytes(json.loads(identity.read())["layout"].encode())
         with manager.open("device.0") as descriptor:
             arena = HostArena(descriptor.fd, descriptor.nbytes, "device.0")
