@@ -1,6 +1,6 @@
 """Training on several ranks, with real collectives and real deaths: every rank ends as if nothing had happened, to the bit.
 
-LETO_RANKS_KILLS: how many random kills the slow matrix makes for each way to cut the parameters, 25 if it is not set.
+The whole matrix is slow; with LETO_WRITE_RESULTS=1 it goes to experiments/results/crash_matrix_ranks.json.
 """
 
 from __future__ import annotations
@@ -12,12 +12,13 @@ import re
 import signal
 import time
 
+import matrices
 import pytest
 from jobs import END_SECS, Jobs, Result, Run, result
 
 pytestmark = pytest.mark.timeout(600)
 STEPS = 16
-PHASES = ("compute", "decide", "update", "commit", "drain", "body")
+RANDOM_KILLS = 12
 
 
 def of_rank(text: str, rank: int) -> Result:
@@ -116,33 +117,47 @@ def test_parity_at_the_peer_rebuilds_and_is_reported(jobs):
     assert run.events("ended")[-1]["peer_stale_secs"] is not None
 
 
+MATRIX = [(2, "same"), (2, "rows"), (2, "tensor"), (2, "mixed"), (4, "rows")]
+PLACES = [("compute", -1), ("decide", -1), *(("update", chunk) for chunk in range(3)), ("commit", -1), ("drain", -1), ("body", -1)]
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize("ranks", [2, 4])
-@pytest.mark.parametrize("cut", ["same", "rows", "tensor", "mixed"])
-def test_the_whole_matrix(jobs, cut, ranks):
-    """Each rank in each phase, in turn, then random kills of random sets of ranks at random moments."""
-    seed = random.randrange(1 << 30)
-    rng = random.Random(seed)
-    kills = int(os.environ.get("LETO_RANKS_KILLS", "25"))
-    print(f"seed {seed}, {ranks} ranks, {cut}, {kills} random kills")
-    steps = 6 * (ranks * len(PHASES) + kills)
-    run = start(jobs, ranks, steps, "--cut", cut, "--pause-secs", 0.05)
-    number = 0
-    for phase in PHASES:
-        for rank in range(ranks):
-            number += 1
-            run.inject_on_the_way("sigkill", phase, rank=rank)
-            run.wait_for("takeover", number)
-    for _ in range(kills):
-        number += 1
+@pytest.mark.timeout(3600)
+@pytest.mark.parametrize(("ranks", "cut"), MATRIX)
+def test_each_rank_at_each_place_and_any_at_random(jobs, seed, ranks, cut):
+    """Each rank at each place, then in a takeover; then at random moments any number of ranks at once, all of them too."""
+    chance = random.Random(f"{seed} {ranks} {cut}")
+    order = [(rank, *place) for rank in range(ranks) for place in PLACES]
+    if ranks > 2:
+        order = chance.sample(order, 2 * len(PLACES))
+    steps = 8 * (len(order) + ranks + RANDOM_KILLS)
+    run = start(jobs, ranks, steps, "--cut", cut)
+    rows = []
+
+    def taken_over(**more: object) -> None:
+        rows.append(matrices.shown(run.wait_for("takeover", len(rows) + 1), ranks=ranks, cut=cut, **more))
+        run.allow(run.status()["step"] + 2)
+
+    for rank, phase, chunk in order:
+        run.inject_on_the_way("sigkill", phase, chunk=chunk, rank=rank)
+        taken_over(killed=[rank], chunk=chunk)
+    for rank in range(ranks):
+        failures = len(run.events("failure"))
         run.wait_for_shadow()
+        run.inject_in_the_next_takeover("sigkill", rank=rank)
+        run.kill(rank=(rank + 1) % ranks)
+        run.wait_for("failure", failures + 2)
+        run.allow(run.status()["step"] + 2)
+        taken_over(killed=[(rank + 1) % ranks, rank], chunk=-1)
+    for _ in range(RANDOM_KILLS):
+        run.wait_for_shadow()
+        trainers = [run.pid("trainer", rank) for rank in range(ranks)]
         run.allow(run.status()["step"] + 4)
-        victims = rng.sample(range(ranks), rng.randint(1, ranks))
-        time.sleep(rng.random() * 0.3)
+        victims = sorted(chance.sample(range(ranks), chance.randint(1, ranks)))
+        time.sleep(chance.uniform(0, 0.3))
         for rank in victims:
-            pid = run.pid("trainer", rank)
-            if pid is not None:
-                os.kill(pid, signal.SIGKILL)
+            os.kill(trainers[rank] or 0, signal.SIGKILL)
         run.allow(run.status()["step"] + 4)
-        run.wait_for("takeover", number)
-    finish(run, jobs, ranks, steps, "--cut", cut, "--pause-secs", "0.05")
+        taken_over(killed=victims, chunk=-1)
+    finish(run, jobs, ranks, steps, "--cut", cut)
+    matrices.write("crash_matrix_ranks", f"{ranks} ranks, {cut}", seed, rows)
