@@ -154,7 +154,7 @@ def run(
     tiers = Tiers(str(checkpoint_dir.absolute()) if checkpoint_dir else "", checkpoint_every, keep, not synchronous, copy_every, mttf_secs)
     _check_tiers(recovery, tiers, resume)
     if nproc_per_node > 1:
-        _check_ranks(nproc_per_node, recovery, tiers, spares, resume, debug)
+        _check_ranks(nproc_per_node, recovery, tiers, spares, resume, debug, plan)
     environ = repeatable(os.environ) if deterministic else dict(os.environ)
     if plan:
         sys.exit(_plan(str(path), context.args, name, environ))
@@ -207,7 +207,7 @@ def _check_tiers(recovery: str, tiers: Tiers, resume: Path | None) -> None:
         )
 
 
-def _check_ranks(ranks: int, recovery: str, tiers: Tiers, spares: int, resume: Path | None, debug: bool) -> None:
+def _check_ranks(ranks: int, recovery: str, tiers: Tiers, spares: int, resume: Path | None, debug: bool, plan: bool) -> None:
     """Raises UsageError for what is for one rank only. Warns of more ranks than CPUs."""
     given = {
         f"--recovery {recovery}": recovery != IN_PLACE,
@@ -217,6 +217,7 @@ def _check_ranks(ranks: int, recovery: str, tiers: Tiers, spares: int, resume: P
         "--spares": spares > 0,
         "--resume": resume is not None,
         "--debug": debug,
+        "--plan": plan,
     }
     for option, used in given.items():
         if used:
