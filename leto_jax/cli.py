@@ -92,6 +92,9 @@ def run(
     spares: Annotated[
         int, typer.Option("--spares", help="Devices kept aside, for when one cannot go on: the state comes from the newest copy then.")
     ] = 0,
+    wait_for_parity: Annotated[
+        bool, typer.Option("--wait-for-parity", help="A step is done when the peer has its parity too (Protection(peer_parity=...)).")
+    ] = False,
     metrics_port: Annotated[
         int | None, typer.Option("--metrics-port", min=0, max=65535, help="Prometheus metrics on this port of 127.0.0.1.")
     ] = None,
@@ -169,6 +172,7 @@ def run(
         recovery=recovery,
         tiers=tiers,
         spares=spares,
+        wait_for_parity=wait_for_parity,
         metrics_port=metrics_port,
         tensorboard=tensorboard,
     )

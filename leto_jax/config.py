@@ -159,6 +159,7 @@ class Process:
     tiers: Tiers = dataclasses.field(default_factory=Tiers)
     ranks: int = 1
     coordinator: str = ""
+    wait_for_parity: bool = False
 
     @staticmethod
     def from_environ(environ: Mapping[str, str] = os.environ) -> Process | None:
@@ -190,6 +191,7 @@ class Process:
             tiers=Tiers(**json.loads(environ.get("LETO_TIERS", "{}"))),
             ranks=int(environ.get("LETO_RANKS", "1")),
             coordinator=environ.get("LETO_COORDINATOR", ""),
+            wait_for_parity=environ.get("LETO_WAIT_FOR_PARITY", "0") == "1",
         )
 
     def environ(self) -> dict[str, str]:
@@ -207,6 +209,7 @@ class Process:
             "LETO_TIERS": json.dumps(dataclasses.asdict(self.tiers)),
             "LETO_RANKS": str(self.ranks),
             "LETO_COORDINATOR": self.coordinator,
+            "LETO_WAIT_FOR_PARITY": str(int(self.wait_for_parity)),
         }
 
 

@@ -76,6 +76,7 @@ class Settings:
     recovery: str = IN_PLACE
     tiers: Tiers = dataclasses.field(default_factory=Tiers)
     spares: int = 0
+    wait_for_parity: bool = False
     metrics_port: int | None = None
     tensorboard: Path | None = None
     only_checkpoint: str = ""  # attach, write the retained state here, and leave it kept
@@ -112,6 +113,8 @@ class Agent:
         self._spares = settings.spares
         self._copied: int | None = None  # step of the newest copy that was taken
         self._inoperable = ""  # why, if the device was declared so
+        self._operability = operability.Operability(settings.job_dir, [])
+        self._gpus: list[int] = []  # that are watched
         self._prometheus: live.Prometheus | None = None
         self._tensorboard: live.TensorBoard | None = None
 
@@ -181,6 +184,7 @@ class Agent:
         self._watchdog = Watch(self._ranks.controls, deadlines)
         self._injection = Injection(self._ranks.controls, self.journal, deadlines)
         self._saving = Saving(self._ranks.controls[0], directory)
+        self._watch_gpus()
         self._write_run_file("running")
         self.journal.write("start", job=job, script=self.settings.script, arguments=list(self.settings.arguments), attached=self._attached)
 
@@ -218,6 +222,7 @@ class Agent:
         if now >= self._look_at:
             self._look_at = now + LOOK_SECS
             self._open_door.stay_reachable(self._say)
+            self._operability.poll()
             self._tell_others()
         reap_orphans({pid for generation in self._generations for pid in generation.pids} | self._open_link.pids)
 
@@ -226,6 +231,17 @@ class Agent:
         shadows = self._shadows
         if self._trainers is not None and self._books.sample(self._trainers, shadows is not None and not shadows.ready):
             self._write_run_file("running")
+
+    def _watch_gpus(self) -> None:
+        """Begins to watch the GPUs that the job keeps its state on, once it does."""
+        gpus = sorted({gpu for item in self._open_link.descriptors.values() if (gpu := gpu_of(item.kind)) is not None})
+        if gpus == self._gpus:
+            return
+        self._operability.close()
+        self._gpus, self._operability = gpus, operability.Operability(self.settings.job_dir, gpus, self._program.environ)
+        verdict = self._operability.start()
+        if not verdict.operable:
+            self._say(f"a failure will not be recovered in place: {verdict.reason}")
 
     def _tell_others(self) -> None:
         """Brings the metrics that others look at up to date."""
@@ -253,6 +269,7 @@ class Agent:
         if not keep:
             shutil.rmtree(self.settings.job_dir / CACHE, ignore_errors=True)
         self._open_link.close(keep)
+        self._operability.close()
         self._terminal.drain()
         for teller in (self._prometheus, self._tensorboard):
             if teller is not None:
@@ -342,6 +359,7 @@ class Agent:
             settings.recovery,
             settings.tiers,
             settings.ranks,
+            wait_for_parity=settings.wait_for_parity,
         )
         return Generation(
             process,
@@ -546,7 +564,12 @@ class Agent:
         """Decides on the pending failure and carries the decision out."""
         assert self._pending is not None
         failure = self._pending.failure
-        operable = (False, self._inoperable) if self._inoperable else operability.check(self.settings.job_dir)
+        if self._inoperable:
+            operable = False, self._inoperable
+        else:
+            # By the name of the signal where it was one: some are of a driver that has found something.
+            verdict = self._operability.check(failure.detail if self._pending.kind == Kind.SIGNAL else self._pending.kind)
+            operable = verdict.operable, verdict.reason
         self.journal.write("operability", operable=operable[0], reason=operable[1])
         shadow = "none" if self._shadows is None else "ready" if self._shadows.ready else "loading"
         first = self._pending.path == ""
@@ -698,6 +721,7 @@ class Agent:
         elif name == "published":
             self.journal.write("published", **who, nbytes=int(message["bytes"]))
         elif name == "attached":
+            self._watch_gpus()
             self.journal.write(
                 "attached", **who, commit=message["commit"], action=message["action"], reason=message["reason"], stages=message["stages"]
             )

@@ -89,6 +89,7 @@ class Books:
             "steps": control[Word.STEPS_DONE] if mine else 0,
             "step_secs": control[Word.STEP_NS_TOTAL] / 1e9 if mine else 0.0,
             "stale_secs": control[Word.STALE_NS_TOTAL] / 1e9 if mine else 0.0,
+            "peer_stale_secs": control[Word.PEER_STALE_NS_TOTAL] / 1e9 if mine and control[Word.PEER_STALE_NS_TOTAL] >= 0 else None,
         }
 
     def ended(self, trainers: Generation) -> None:

@@ -55,7 +55,9 @@ class Watch:
                 progress[child.rank] = self._read(child, generation.incarnation, letters[child.rank])
             except errors.RecordError as exception:
                 return Symptom(child.rank, Kind.DAMAGED, str(exception), None)
-        if (found := self._blame(progress, now, median_step_secs, injected)) is not None:
+        if promoted:  # nothing is left to compile
+            deadlines = dataclasses.replace(deadlines, first_step=deadlines.takeover)
+        if (found := self._blame(progress, now, deadlines, median_step_secs, injected)) is not None:
             rank, late = found
             return Symptom(rank, late.kind, late.why, (now - late.since_ns) / 1e9)
         return self._after_the_first_exit(generation, running)
@@ -84,10 +86,10 @@ class Watch:
         return None
 
     def _blame(
-        self, progress: dict[int, Progress], now: int, median_step_secs: float | None, injected: int | None
+        self, progress: dict[int, Progress], now: int, deadlines: Deadlines, median_step_secs: float | None, injected: int | None
     ) -> tuple[int, Late] | None:
         def late_ones(seen: dict[int, Progress]) -> dict[int, Late]:
-            found = {r: policy.overdue(p, now, self._deadlines, median_step_secs, self._stopped_since[r]) for r, p in seen.items()}
+            found = {r: policy.overdue(p, now, deadlines, median_step_secs, self._stopped_since[r]) for r, p in seen.items()}
             return {rank: late for rank, late in found.items() if late is not None}
 
         if len(progress) > 1:

@@ -41,6 +41,7 @@ class Word(enum.IntEnum):
     STEP_NS_TOTAL = enum.auto()  # time inside successful steps of this incarnation
     CHECKPOINT_TAKEN = enum.auto()
     STALE_NS_TOTAL = enum.auto()  # time in which the host parity was behind
+    PEER_STALE_NS_TOTAL = enum.auto()  # and the parity with the peer; -1: there is none
     # written by the agent; the sequence last
     INJECT_KIND = enum.auto()
     INJECT_PHASE = enum.auto()
@@ -67,7 +68,7 @@ class Control:
         """A trainer begins to write: clears what its predecessor left, but for the commit (the state is still of that step) and for a
         request that has not fired yet (it is now for this trainer)."""
         for word in Word:
-            if Word.PID <= word <= Word.STALE_NS_TOTAL and word not in (Word.COMMIT, Word.INJECT_TAKEN, Word.CHECKPOINT_TAKEN):
+            if Word.PID <= word <= Word.PEER_STALE_NS_TOTAL and word not in (Word.COMMIT, Word.INJECT_TAKEN, Word.CHECKPOINT_TAKEN):
                 self[word] = 0
         self[Word.STEPS] = steps
         self[Word.INCARNATION] = incarnation
@@ -97,6 +98,7 @@ class Control:
             Word.STEPS_DONE: (0, most),
             Word.STEP_NS_TOTAL: (0, now),
             Word.STALE_NS_TOTAL: (0, now),
+            Word.PEER_STALE_NS_TOTAL: (-1, now),
         }
         for word, (low, high) in bounds.items():
             if not low <= self[word] <= high:

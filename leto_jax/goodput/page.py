@@ -192,6 +192,7 @@ def _page(report: Mapping[str, Any], figures: Mapping[str, bytes]) -> str:
         ("goodput", percent(report["goodput"])),
         ("ETTR", percent(report["ettr"])),
         ("parity coverage", percent(report["coverage"])),
+        ("parity coverage with the peer", percent(report["peer_coverage"])),
         ("takeovers", len(report["takeovers"])),
     ]
     columns = ("kind", "phase", "step", "path", "detect_secs", "takeover_secs", "lost_steps", "compiles")

@@ -9,6 +9,7 @@ All wall time is booked under exactly one `Cause`, in integer nanoseconds, so th
                         iterations times the length of an iteration over total time; its batch and its loop body belong to an iteration.
                         So 1 - ettr is what starting, failing and recovering cost; ettr * wall_secs / steps is the length of an iteration.
     coverage            share of the time in the training loop in which the parity on the host was that of the last commit
+    peer_coverage       the same of the parity with the peer
 
 Starting counts against both ratios: a restart that is slow to start must not look good. The overhead of protection inside a step counts
 against neither, since a journal cannot tell it; `experiments/` measures it against plain JAX.
@@ -74,13 +75,15 @@ class Cause(enum.StrEnum):
 
 
 class Ledger(NamedTuple):
-    """One run, booked. `spent_ns` has every cause and adds up to `wall_ns` exactly. `coverage` is None before any trainer has reported."""
+    """One run, booked. `spent_ns` has every cause and adds up to `wall_ns` exactly. `coverage` is None before any trainer has reported,
+    `peer_coverage` where there is no peer."""
 
     job: str
     wall_ns: int
     spent_ns: dict[Cause, int]
     steps: int
     coverage: float | None
+    peer_coverage: float | None = None
 
 
 def takeover_secs(takeover: Mapping[str, Any], plain_step_secs: float) -> float:
@@ -89,7 +92,8 @@ def takeover_secs(takeover: Mapping[str, Any], plain_step_secs: float) -> float:
 
 
 def summarise(events: Sequence[Event]) -> dict[str, Any]:
-    """The report of a job as plain JSON values: `job`, `steps`, `wall_secs`, `takeovers`, `goodput`, `ettr`, `badput_secs`, `coverage`.
+    """The report of a job as plain JSON values: `job`, `steps`, `wall_secs`, `takeovers`, `goodput`, `ettr`, `badput_secs`, `coverage`,
+    `peer_coverage`.
 
     steps: committed in this run and kept. takeovers: finished ones, oldest first, with `TAKEOVER_KEYS`. badput_secs: seconds by cause;
     `productive` is among them, so that they add up to `wall_secs`.
@@ -107,6 +111,7 @@ def summarise(events: Sequence[Event]) -> dict[str, Any]:
         "ettr": (spent[Cause.PRODUCTIVE] + spent[Cause.BODY_AND_DATA]) / wall,
         "badput_secs": {cause.value: ns / 1e9 for cause, ns in spent.items()},
         "coverage": ledger.coverage,
+        "peer_coverage": ledger.peer_coverage,
     }
 
 
@@ -151,8 +156,9 @@ def book(events: Sequence[Event]) -> Ledger:
             wall += gap
         wall += books.live(lifetime)
         before = lifetime[-1]
-    coverage = 1 - books.stale / books.watched if books.watched else None
-    return Ledger(lifetimes[0][0]["job"], wall, {cause: books.spent[cause] for cause in Cause}, books.steps, coverage)
+    share = lambda stale, watched: 1 - stale / watched if watched else None
+    covered = share(books.stale, books.watched), share(books.peer_stale, books.peer_watched)
+    return Ledger(lifetimes[0][0]["job"], wall, {cause: books.spent[cause] for cause in Cause}, books.steps, *covered)
 
 
 def _check(events: Iterable[Any]) -> None:
@@ -243,7 +249,7 @@ class _Books:
 
     def __init__(self, typical_step_ns: int):
         self.spent: Counter[Cause] = Counter()
-        self.stale = self.watched = 0
+        self.stale = self.watched = self.peer_stale = self.peer_watched = 0
         self._typical = typical_step_ns
         self._kept: list[_Kept] = []
         self._base: int | None = None
@@ -318,7 +324,10 @@ class _Books:
         self._stalled = 0
         if record is not None:
             self.watched += known - begin
-            self.stale += min(known - begin, _ns(record["stale_secs"]))
+            self.stale += max(0, min(known - begin, _ns(record["stale_secs"])))
+            if record["peer_stale_secs"] is not None:
+                self.peer_watched += known - begin
+                self.peer_stale += max(0, min(known - begin, _ns(record["peer_stale_secs"])))
         self._pass(until, Cause.OTHER)
         self._reached = loop.before + steps
         self._kept.append(_Kept(loop.before, self._reached, booked[Cause.PRODUCTIVE], booked[Cause.BODY_AND_DATA]))
@@ -432,6 +441,7 @@ def show(report: Mapping[str, Any], console: Any = None) -> None:
         ("ETTR", f"{report['ettr']:.2%}", "the same, loop body and data included"),
         ("takeovers", str(len(takeovers)), f"{sum(item['takeover_secs'] for item in takeovers):.3f} s in all"),
         ("parity coverage", "-" if report["coverage"] is None else f"{report['coverage']:.2%}", "of the time in the loop"),
+        *([] if report["peer_coverage"] is None else [("the same with the peer", f"{report['peer_coverage']:.2%}", "")]),
     ]:
         summary.add_row(name, value, meaning)
     console.print(summary)

@@ -277,8 +277,8 @@ class Transaction:
 
     @property
     def peer_stale_ns(self) -> int:
-        """How long the parity with the peer was behind the data."""
-        return self._sender.stale_ns if self._sender is not None else 0
+        """How long the parity with the peer was behind the data, in all; -1 without one."""
+        return self._sender.stale_ns if self._sender is not None else -1
 
     def version(self, piece: Piece, commit: int) -> int:
         """Version of a piece's data while the state is that of `commit`: read-only pieces are of the fill's for ever."""

@@ -171,8 +171,8 @@ class PlainSession(Session):
         return dict(self._last_metrics)
 
     @property
-    def _stale_ns(self) -> int:
-        return 0
+    def _stale_ns(self) -> tuple[int, int]:
+        return 0, -1
 
     def _settle(self) -> None:
         pass

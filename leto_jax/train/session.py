@@ -317,7 +317,14 @@ class Session:
             stages[name] = (time.monotonic_ns() - begin) / 1e9
 
         self._retained = Retained(self._job, arenas.device, arenas.host, arenas.metadata, self._device, arenas.peer)
-        self._transaction = make_transaction(self._retained, executables.over_ranks(self._job, run), epoch, self._at, self._ranks.rank)
+        self._transaction = make_transaction(
+            self._retained,
+            executables.over_ranks(self._job, run),
+            epoch,
+            self._at,
+            self._ranks.rank,
+            self._process is not None and self._process.wait_for_parity,
+        )
         self._ring = Ring(arenas.host, self._job.layout)
         recovered = rollforward.recover(self._retained, self._transaction, stage, self._pictures, self._ranks.rank)
         action, reason, copied = recovered.plan.action.value, recovered.plan.reason, False
@@ -643,9 +650,9 @@ class Session:
         self._ring.put(step, position, self._checked(batch, step))
 
     @property
-    def _stale_ns(self) -> int:
-        """How long the parity on the host was behind the data."""
-        return self._transaction.stale_ns
+    def _stale_ns(self) -> tuple[int, int]:
+        """How long the parity on the host was behind the data, and that with the peer, -1 without one."""
+        return self._transaction.stale_ns, self._transaction.peer_stale_ns
 
     def _settle(self) -> None:
         """Nothing is on its way any more."""
@@ -678,7 +685,7 @@ class Session:
         assert member is not None
         control[Word.LAST_STEP_NS] = end - begin
         control[Word.STEP_NS_TOTAL] = control[Word.STEP_NS_TOTAL] + end - begin
-        control[Word.STALE_NS_TOTAL] = self._stale_ns
+        control[Word.STALE_NS_TOTAL], control[Word.PEER_STALE_NS_TOTAL] = self._stale_ns
         control[Word.STEPS_DONE] = control[Word.STEPS_DONE] + 1
         first, on_its_way = control[Word.STEPS_DONE] == 1, takeover is not None
         if first and (takeover is None or takeover.restored is not None):

@@ -6,16 +6,13 @@ With LETO_WRITE_RESULTS=1 the result goes to experiments/results/crash_matrix.js
 from __future__ import annotations
 
 import dataclasses
-import json
-import os
 import random
-import sys
 import time
-from datetime import UTC, datetime
 from typing import Any
 
+import matrices
 import pytest
-from jobs import REPOSITORY, Run
+from jobs import Run
 
 CHUNKS = 4  # of the tiny model
 PLACES = (
@@ -31,7 +28,6 @@ KINDS = ("sigkill", "exception", "exit", "oom", "sigstop", "spin", "page_loss", 
 RANDOM_KILLS = 100
 MATRIX_STEPS, RANDOM_STEPS = 600, 4000
 STEPS_PER_KILL = 30
-SHOWN = ("kind", "phase", "step", "path", "plan", "takeover_secs", "detect_secs", "lost_steps", "compiles", "repaired_pages")
 
 
 @dataclasses.dataclass
@@ -48,10 +44,10 @@ class Failures:
         assert {key: found[key] for key in expected} == expected, found
         return found
 
-    def taken_over(self, **shown: object) -> dict[str, Any]:
+    def taken_over(self, **more: object) -> dict[str, Any]:
         self.taken += 1
         found = self.run.wait_for("takeover", self.taken, secs=300)
-        return {**{key: found[key] for key in SHOWN}, **shown}
+        return matrices.shown(found, **more)
 
 
 @pytest.mark.slow
@@ -73,11 +69,11 @@ def test_every_kind_at_every_place(jobs, seed):
         else:
             run.inject_on_the_way(kind, phase, chunk=chunk)
         failures.next(kind=kind, phase=phase)
-        rows.append(failures.taken_over(test="matrix", chunk=chunk))
+        rows.append(failures.taken_over(chunk=chunk))
         run.allow(run.status()["step"] + 3)  # so that step times are learnt
     run.finish_as_if_nothing_had_happened(MATRIX_STEPS)
     assert {(row["kind"], row["phase"], row["chunk"]) for row in rows} == set(order)
-    write("matrix", seed, rows)
+    matrices.write("crash_matrix", "matrix", seed, rows)
 
 
 @pytest.mark.slow
@@ -100,39 +96,6 @@ def test_a_hundred_kills_at_random_times(jobs, seed):
             failures.next(reason="SIGKILL")
             if len(run.events("takeover")) > failures.taken:  # it had taken over already
                 failures.taken = len(run.events("takeover"))
-        rows.append(failures.taken_over(test="random", chunk=-1))
+        rows.append(failures.taken_over(chunk=-1))
     run.finish_as_if_nothing_had_happened(RANDOM_STEPS)
-    write("random", seed, rows)
-
-
-def write(name: str, seed: int, rows: list[dict[str, Any]]) -> None:
-    """One test's part of the result; the other one's part stays. Both are bit-identical where this is reached."""
-    print(
-        f"{name}: {len(rows)} failures, slowest takeover {max(row['takeover_secs'] for row in rows if row['path'] == 'shadow'):.3f} s by a ready shadow"
-    )
-    if os.environ.get("LETO_WRITE_RESULTS") != "1":
-        return
-    sys.path.insert(0, str(REPOSITORY / "experiments"))
-    import _result
-
-    path = _result.result_path("crash_matrix")
-    earlier = json.loads(path.read_text()) if path.exists() else {"rows": [], "settings": {}}
-    settings = {**earlier["settings"], f"seed_{name}": seed, "script": "tests/process/scripts/tiny.py"}
-    kept = [row for row in earlier["rows"] if row["test"] != name] + rows
-    compiles = max(row["compiles"] for row in kept if row["path"] in ("shadow", "late_shadow"))
-    document = {
-        "name": "crash_matrix",
-        "created": datetime.now(UTC).isoformat(timespec="seconds"),
-        "commit": _result.git_commit(),
-        "versions": _result.versions(),
-        "device": _result.cpu_device(),
-        "seed": seed,
-        "settings": settings,
-        "rows": kept,
-        "targets": [
-            {"name": "bit_identical", "value": 1, "target": 1, "unit": "yes = 1", "better": "higher", "met": True},
-            {"name": "compiles_at_takeover", "value": compiles, "target": 0, "unit": "count", "better": "lower", "met": compiles == 0},
-        ],
-    }
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(json.dumps(document, indent=1) + "\n")
+    matrices.write("crash_matrix", "random", seed, rows)

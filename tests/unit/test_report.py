@@ -17,7 +17,7 @@ from leto_jax.goodput import report
 from leto_jax.goodput.report import Cause
 
 TIME, BOOT_NS = 1_800_000_000.0, 5_000_000_000_000
-KEYS = {"job", "steps", "wall_secs", "takeovers", "goodput", "ettr", "badput_secs", "coverage"}
+KEYS = {"job", "steps", "wall_secs", "takeovers", "goodput", "ettr", "badput_secs", "coverage", "peer_coverage"}
 
 
 def log(at: float, event: str, **fields: Any) -> dict[str, Any]:
@@ -60,7 +60,7 @@ def end(at: float, incarnation: int, steps: int, step_secs: float, commit: int, 
     """The trainer is done at `at`, has ended half a second later, and the agent another half a second later."""
     return [
         log(at, "done", incarnation=incarnation, commit=commit),
-        log(at + 0.5, "ended", incarnation=incarnation, steps=steps, step_secs=step_secs, stale_secs=stale_secs),
+        log(at + 0.5, "ended", incarnation=incarnation, steps=steps, step_secs=step_secs, stale_secs=stale_secs, peer_stale_secs=None),
         log(at + 1, "finish", code=0),
     ]
 
@@ -89,6 +89,14 @@ def test_without_a_failure():
     assert json.loads(json.dumps(found)) == found
 
 
+def test_parity_with_a_peer_has_a_coverage_of_its_own():
+    events = begin() + end(20, 1, steps=10, step_secs=5.5, commit=10, stale_secs=2.2)
+    assert report.summarise(events)["peer_coverage"] is None
+    ended = [dict(event, peer_stale_secs=5.5) if event["event"] == "ended" else event for event in events]
+    found = report.summarise(ended)
+    assert (found["coverage"], found["peer_coverage"]) == (pytest.approx(1 - 2.2 / 11), pytest.approx(0.5))
+
+
 STAGES = {"detect": 0.03, "fence": 0.07, "attach": 0.02, "verify": 0.01, "roll_forward": 0.04, "data": 0.01, "first_step": 0.6}
 
 
@@ -112,11 +120,11 @@ def test_two_takeovers_one_recomputes_and_one_rolls_forward():
     events = [
         *begin(),
         # Step 11 had run for 0.2 s when the trainer was killed at 15.97 s; noticed at 16 s, fenced at 16.1 s.
-        log(16, "ended", incarnation=1, steps=10, step_secs=5.5, stale_secs=1.0),
+        log(16, "ended", incarnation=1, steps=10, step_secs=5.5, stale_secs=1.0, peer_stale_secs=None),
         failure(16, 1, step=10, detect_secs=0.03, lost_step_secs=0.2, phase="compute"),
         *takeover(16.1, 2, commit=10, action="redo", lost_steps=1, step=10),
         # Step 13 had run for 0.3 s; the next trainer finishes it: commit 13.
-        log(20, "ended", incarnation=2, steps=2, step_secs=1.1, stale_secs=0.5),
+        log(20, "ended", incarnation=2, steps=2, step_secs=1.1, stale_secs=0.5, peer_stale_secs=None),
         failure(20, 2, step=12, detect_secs=0.03, lost_step_secs=0.3, phase="update"),
         *takeover(20.1, 3, commit=13, action="roll_forward", kind="page_loss", phase="update", step=12, compiles=2),
         *end(26, 3, steps=4, step_secs=2.1, commit=17),
@@ -344,7 +352,7 @@ def test_a_killed_agent_loses_what_it_had_not_written_down():
     assert blind["outage"] == pytest.approx(49.99, abs=1e-6)
     assert blind["productive"] == pytest.approx(0.5 + 2.0, abs=1e-9)
     assert report.summarise(killed + again)["steps"] == 44
-    noted = [*killed, log(50, "progress", incarnation=1, commit=39, steps=39, step_secs=20.0, stale_secs=1.0)]
+    noted = [*killed, log(50, "progress", incarnation=1, commit=39, steps=39, step_secs=20.0, stale_secs=1.0, peer_stale_secs=None)]
     seen = spent(noted + again)
     assert seen["outage"] == 10.0
     assert seen["productive"] == pytest.approx(0.5 + 19.0 + 2.0, abs=1e-9)
@@ -352,7 +360,7 @@ def test_a_killed_agent_loses_what_it_had_not_written_down():
 
 
 def test_work_whose_state_was_lost_was_for_nothing():
-    killed = [*begin(), log(50, "progress", incarnation=1, commit=40, steps=40, step_secs=20.5, stale_secs=0.0)]
+    killed = [*begin(), log(50, "progress", incarnation=1, commit=40, steps=40, step_secs=20.5, stale_secs=0.0, peer_stale_secs=None)]
     found = spent(killed + begin(attached=False, at=60) + end(80, 1, steps=10, step_secs=5.5, commit=10))
     assert found["recomputed_steps"] == pytest.approx(50 - 9 - 0.5, abs=1e-9)
     assert (found["productive"], found["body_and_data"]) == (5.0, 5.5)
@@ -368,7 +376,7 @@ def test_a_state_that_goes_back_loses_its_share():
         log(65, "first_step", incarnation=2, commit=31, secs=0.5),
         *end(70, 2, steps=4, step_secs=2.0, commit=34),
     ]
-    killed = [*begin(), log(50, "progress", incarnation=1, commit=40, steps=40, step_secs=20.5, stale_secs=0.0)]
+    killed = [*begin(), log(50, "progress", incarnation=1, commit=40, steps=40, step_secs=20.5, stale_secs=0.0, peer_stale_secs=None)]
     found = spent(killed + back)
     assert found["recomputed_steps"] == pytest.approx((20.0 + 20.5) / 4, abs=1e-8)
     assert found["productive"] == pytest.approx(15.0 + 2.0, abs=1e-8)
@@ -386,7 +394,7 @@ def test_a_running_job_ends_with_its_last_event():
     assert spent(events) == {"initialisation": 9.0, "productive": 1.0, "other": pytest.approx(0.01)}
     found = report.summarise(events)
     assert (found["steps"], found["coverage"]) == (1, None)
-    events.append(log(30, "progress", incarnation=1, commit=21, steps=21, step_secs=11.0, stale_secs=2.1))
+    events.append(log(30, "progress", incarnation=1, commit=21, steps=21, step_secs=11.0, stale_secs=2.1, peer_stale_secs=None))
     assert spent(events) == {"initialisation": 9.0, "first_step_overhead": 0.5, "productive": 10.5, "body_and_data": 10.0}
     assert report.summarise(events)["coverage"] == pytest.approx(0.9)
     assert report.summarise(events[:1])["goodput"] == 0.0
@@ -396,7 +404,7 @@ def test_a_running_job_ends_with_its_last_event():
 def test_a_stopped_job_says_what_it_does_not_know():
     found = spent([*begin(), log(30, "finish", code=130)])
     assert found["other"] == pytest.approx(20.0, abs=1e-9)
-    progress = log(25, "progress", incarnation=1, commit=21, steps=21, step_secs=11.0, stale_secs=2.1)
+    progress = log(25, "progress", incarnation=1, commit=21, steps=21, step_secs=11.0, stale_secs=2.1, peer_stale_secs=None)
     assert spent([*begin(), progress, log(30, "finish", code=130)])["other"] == 5.0
 
 
@@ -526,7 +534,7 @@ def test_show_prints_all_of_it():
 
     events = [
         *begin(),
-        log(16, "ended", incarnation=1, steps=10, step_secs=5.5, stale_secs=1.0),
+        log(16, "ended", incarnation=1, steps=10, step_secs=5.5, stale_secs=1.0, peer_stale_secs=None),
         failure(16, 1, step=10, detect_secs=0.03, lost_step_secs=0.2),
         *takeover(16.1, 2, commit=10, action="redo", lost_steps=1, step=10),
         *end(20, 2, steps=5, step_secs=2.6, commit=15),

@@ -52,8 +52,8 @@ class Ranks:
         control[Word.ARMED_SINCE_NS] = 0
         control[Word.SECTION_DEADLINE_NS] = time.monotonic_ns() + 60 * S if section else 0
 
-    def look(self):
-        return self.watch.look(self.generation, False, MEDIAN, None)
+    def look(self, promoted: bool = False):
+        return self.watch.look(self.generation, promoted, MEDIAN, None)
 
 
 @pytest.fixture
@@ -94,6 +94,15 @@ def test_a_body_that_keeps_the_others_waiting(ranks):
     assert (found.rank, found.kind) == (1, Kind.HANG)
     assert found.detail.startswith("the loop body kept the other ranks waiting (rank 0: no commit within 3.0 s ")
     assert found.detect_secs == pytest.approx(10, abs=0.5)
+
+
+def test_the_first_step_after_a_promotion_has_the_limit_of_the_takeover(ranks):
+    ranks.claim()
+    for rank in (0, 1):
+        ranks.step(rank, 61)
+        ranks.controls[rank][Word.STEPS_DONE] = 0
+    assert ranks.look() is None  # it may compile
+    assert ranks.look(promoted=True).kind is Kind.HANG
 
 
 def test_a_section_within_its_limit_excuses_the_others_for_as_long_as_it_lasts(ranks):

@@ -54,6 +54,7 @@ def options() -> argparse.Namespace:
     parser.add_argument("--no-session", choices=("wait", "end"))
     parser.add_argument("--distributed", action="store_true")
     parser.add_argument("--cut", choices=CUTS, default="same", help="how parameters lie on several ranks")
+    parser.add_argument("--peer-parity", type=int, default=0)
     parser.add_argument("--on-rank", type=int, default=0, help="the one that misbehaves")
     parser.add_argument("--other-width-on", type=int, default=-1, metavar="RANK")
     return parser.parse_args()
@@ -157,7 +158,7 @@ def main() -> None:
     sharding = None
     if jax.process_count() > 1:
         sharding = leto.Sharding(jax.make_mesh((jax.device_count(),), ("data",)), CUTS[args.cut])
-    protection = leto.Protection(chunk_bytes=1 << 30 if args.frozen_gib else 1 << 17)
+    protection = leto.Protection(chunk_bytes=1 << 30 if args.frozen_gib else 1 << 17, peer_parity=args.peer_parity)
     with leto.session(init, step, dataset(args), key=jax.random.key(0), steps=args.steps, protection=protection, sharding=sharding) as s:
         state = s.state
         for t, batch in s:
@@ -174,7 +175,7 @@ def main() -> None:
                 print(f"answer {input()!r}", flush=True)
             if t == args.raise_at:
                 raise ValueError(f"raised in the body of step {t}")
-            if t == args.sleep_at:
+            if t == args.sleep_at and not s.replayed:
                 time.sleep(args.sleep_secs)
             if t == args.section_at:
                 with s.section("evaluation", timeout_secs=600):
