@@ -4,7 +4,8 @@
     ranks = distributed.connect(address, rank, count, secs)          in each rank, before JAX opens a device
     pictures = ranks.gather("pictures 7", mine, secs)                bytes of every rank, in rank order
 
-JAX's own `initialize` would host the coordinator in rank 0, whose death then ends the others.
+JAX's own `initialize` would host the coordinator in rank 0. A coordinator that dies takes its ranks along, sooner or later (the callback with
+which jaxlib would let a process go on cannot be called from Python); that is one more failure that a shadow takes over from.
 """
 
 from __future__ import annotations
@@ -25,7 +26,8 @@ SHUTDOWN_SECS = 5
 def serve(address: str, ranks: int) -> Any:
     """Starts JAX's coordination service for `ranks` processes at 'host:port', in threads of this process. Keep the result.
 
-    Imports jaxlib only. Raises DeviceError if the port is taken, UsageError for a jaxlib whose private API differs.
+    Imports jaxlib only. The port must be free: of a taken one jaxlib may make a segmentation fault (`agent.coordinator` takes it first).
+    Raises UsageError for a jaxlib whose private API differs, DeviceError for what else goes wrong.
     """
     start = _private("get_distributed_runtime_service", "address", "num_nodes", "heartbeat_timeout", "shutdown_timeout", "recoverable")
     try:
@@ -54,7 +56,7 @@ def connect(address: str, rank: int, count: int, secs: float) -> Ranks:
         init_timeout=max(1, int(secs)),
         heartbeat_timeout=HEARTBEAT_SECS,
         shutdown_on_destruction=False,
-        missed_heartbeat_callback=lambda *status: None,  # else a coordinator that is gone would end this process
+        missed_heartbeat_callback=lambda *status: None,  # without one, ranks that do not come are the end of the process and no exception
         use_compression=True,
     )
     try:
