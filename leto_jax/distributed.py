@@ -117,6 +117,7 @@ class Ranks:
         return next((f"rank {rank}: {words}" if self.count > 1 else words for rank, words in enumerate(said) if words), "")
 
 
+_GONE = ("Connection closed by peer", "Connection reset by peer", "Broken pipe")
 ALONE = Ranks()
 _current = ALONE
 
@@ -130,6 +131,11 @@ def join(address: str, rank: int, count: int, secs: float) -> None:
 def current() -> Ranks:
     """The ranks that this process has joined; itself alone if it has not."""
     return _current
+
+
+def peer_is_gone(exception: BaseException) -> bool:
+    """Whether this is how XLA says that a collective cannot end since another rank has."""
+    return type(exception).__name__ == "JaxRuntimeError" and any(words in str(exception) for words in _GONE)
 
 
 def _private(name: str, *parameters: str) -> Callable:

@@ -48,6 +48,12 @@ def main() -> None:
             raise
         print(f"leto: {exception}", file=sys.stderr, flush=True)
         raise SystemExit(2) from exception
+    except Exception as exception:
+        if process.ranks == 1 or not distributed.peer_is_gone(exception):
+            raise
+        reason = str(exception).splitlines()[0]
+        print(f"leto: a peer is gone, this rank ends and is taken over from: {reason}", file=sys.stderr, flush=True)
+        raise SystemExit(1) from exception  # not a failure of its own: without the traceback of one
     finally:
         if guardian is not None and guardian.is_alone():  # nobody will look for what this process has started: it does
             guardian.join(END_SECS)
