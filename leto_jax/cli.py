@@ -107,7 +107,10 @@ def run(
         float, typer.Option("--orphan-timeout-secs", help="How long the state is kept without an agent.")
     ] = Deadlines.orphan_timeout,
     body_timeout_secs: Annotated[
-        float, typer.Option("--body-timeout-secs", help="Limit for a loop body outside of a section.")
+        float,
+        typer.Option(
+            "--body-timeout-secs", help="Limit for a loop body outside of a section; at most 30 s count where other ranks wait for it."
+        ),
     ] = Deadlines.body,
     hang_floor_secs: Annotated[
         float, typer.Option("--hang-floor-secs", help="A step is never called hung before this.")

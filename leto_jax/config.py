@@ -85,6 +85,7 @@ class Deadlines:
     first_step: float = 600.0
     takeover: float = 60.0
     body: float = 300.0
+    peer_body: float = 30.0  # of a body that other ranks wait for, where `body` is not shorter
     hang_floor: float = 3.0
     hang_factor: float = 5.0
     stopped: float = 1.0

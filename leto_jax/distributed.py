@@ -2,7 +2,7 @@
 
     coordinator = distributed.serve(address, ranks)                  in a process of its own, so that no rank is special
     ranks = distributed.connect(address, rank, count, secs)          in each rank, before JAX opens a device
-    pictures = ranks.gather("pictures 7", mine, secs)                bytes of every rank, in rank order
+    pictures = ranks.gather("pictures", mine, secs)                  bytes of every rank, in rank order
 
 JAX's own `initialize` would host the coordinator in rank 0. A coordinator that dies takes its ranks along, sooner or later (the callback with
 which jaxlib would let a process go on cannot be called from Python); that is one more failure that a shadow takes over from.
@@ -13,6 +13,7 @@ from __future__ import annotations
 import inspect
 import itertools
 import sys
+import time
 from collections.abc import Callable
 from typing import Any
 
@@ -96,18 +97,20 @@ class Ranks:
         key = f"leto/{next(self._numbers)}/{what}"
         found: list[bytes] = []
         late: list[int] = []
+        reason, end = "", time.monotonic() + secs
         try:
             self._client.key_value_set_bytes(f"{key}/{self.rank}", data)
         except Exception as exception:
             raise errors.DeadlineError(f"{what}: the coordinator does not answer: {exception}") from exception
         for rank in range(self.count):
             try:
-                found.append(self._client.blocking_key_value_get_bytes(f"{key}/{rank}", 1 if late else max(1, int(1000 * secs))))
-            except Exception:
+                found.append(self._client.blocking_key_value_get_bytes(f"{key}/{rank}", max(1, int(1000 * (end - time.monotonic())))))
+            except Exception as exception:
                 late.append(rank)
+                reason = reason or str(exception).splitlines()[0]
         if late:
             raise errors.DeadlineError(
-                f"{what}: expected something of all {self.count} ranks within {secs:.0f} s, nothing came from rank {', '.join(map(str, late))}"
+                f"{what}: expected something of all {self.count} ranks within {secs:.0f} s, nothing came from rank {', '.join(map(str, late))}: {reason}"
             )
         return found
 

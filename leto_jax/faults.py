@@ -47,7 +47,7 @@ class Point(enum.StrEnum):
     EPOCH = enum.auto()
     PROMOTION = enum.auto()
     LOG_REPAIR = enum.auto()
-    SCALARS_COPY = enum.auto()
+    REGION_COPY = enum.auto()
     INTENT_COPY = enum.auto()
     REVOKE = enum.auto()
     LOST = enum.auto()

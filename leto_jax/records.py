@@ -19,8 +19,10 @@ MAGIC = 0x4F54454C  # b"LETO"
 VERSION = 1
 BYTES = 64
 BODY_WORD, BODY_WORDS = 5, 9
-LOSS_WORD, SQUARES_WORD, SUMS_WORD = range(3)
-"""Of a gradient record's body: bits of the loss, bits of the sum of squares of this rank's gradients, CRC-32 of their checksums."""
+LOSS_WORD, SQUARES_WORD, SUMS_WORD, EXTRAS_WORD, METRICS_WORD, INTENT_WORD, BATCH_WORD = range(7)
+BATCH_WORDS = BODY_WORDS - BATCH_WORD
+"""Of a gradient record's body: bits of the loss, bits of the sum of squares of this rank's gradients, CRC-32 of their checksums; and, for the
+other ranks to compare with theirs, CRC-32 of extras, of metrics, of the last intent, and of what several ranks must have drawn alike."""
 _WORDS = struct.Struct("<16I")
 _MASK = 0xFFFFFFFF
 

@@ -481,7 +481,7 @@ class Agent:
             self._recover()
 
     def _coordinator_ended(self, generation: Generation, reason: str) -> None:
-        """Trainers that have met do without theirs; shadows have to connect again."""
+        """Trainers that have met are noticed when they end of it; shadows are started again, and so are trainers that have not begun."""
         if self._exit is not None:
             return
         self._note_coordinator(generation, reason)
@@ -489,7 +489,13 @@ class Agent:
             kind = Kind.SIGNAL if generation.children else Kind.EXIT
             self._shadows_ended(generation, 0, kind, f"its coordinator: {reason}")
         elif not generation.children:
-            self._give_up(f"the coordinator, where the ranks meet: {reason}")
+            self._trainers = None
+            generation.fence(self.settings.deadlines.reap)
+            if self._retained and self._cold_starts[1] <= self.settings.limits.without_progress:
+                self._say(f"the coordinator, where the ranks meet: {reason}")
+                self._start_cold(self._ranks.commit)
+            else:
+                self._give_up(f"the coordinator, where the ranks meet: {reason}")
 
     # Failures ---------------------------------------------------------------------------------------------------------------------
 
@@ -502,6 +508,9 @@ class Agent:
             if not generation.children and time.monotonic() - generation.began > deadlines.coordinator:
                 self._coordinator_ended(generation, f"it did not listen within {deadlines.coordinator:g} s")
                 return
+        if shadows is not None and trainers is not None and not shadows.ready and time.monotonic() - shadows.began > deadlines.init:
+            self._shadows_ended(shadows, 0, Kind.HANG, f"it was not ready within {deadlines.init:g} s")
+            return
         if trainers is None:
             if shadows is not None and self._pending is not None and time.monotonic() - self._pending.since > deadlines.init:
                 self._say(f"the shadow was not ready within {deadlines.init:g} s")

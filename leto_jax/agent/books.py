@@ -113,7 +113,8 @@ class Books:
             phase = Phase.INIT
         if kind is Kind.DAMAGED:
             control[Word.COMMIT] = max(self._seen[rank], 0)
-        failure = Failure(kind, detail, phase, control[Word.COMMIT], detect_secs, trainers.lost, rank if trainers.ranks > 1 else None)
+        step = min(each[Word.COMMIT] for each in self._controls)  # of all ranks, so that a failure is the same one again whoever is blamed
+        failure = Failure(kind, detail, phase, step, detect_secs, trainers.lost, rank if trainers.ranks > 1 else None)
         armed = control[Word.ARMED_SINCE_NS]
         committed = phase in (Phase.DRAIN, Phase.BODY)  # no work of this step is lost
         lost_secs = (failed_ns - armed) / 1e9 if armed and not committed else 0.0

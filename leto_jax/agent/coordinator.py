@@ -1,7 +1,7 @@
 """Where the ranks of a generation meet: `python -m leto_jax.agent.coordinator HOST:PORT RANKS` hosts JAX's coordination service.
 
-A process of its own, with jaxlib and without jax: so that no rank is special, and that a fatal error in it takes nobody along. It writes one
-byte to its stdout once it listens, and lives until its stdin ends: with the agent, at the latest. Once the ranks have met they do without it.
+A process of its own, with jaxlib and without jax: so that no rank is special, and that a fatal error in it does not take the agent along. It
+writes one byte to its stdout once it listens, and lives until its stdin ends: with the agent, at the latest. Its ranks abort when it dies.
 """
 
 from __future__ import annotations

@@ -267,11 +267,12 @@ class Operability:
         self._start = self._last = nvml.read(self._nvml, self._indices)
 
     def poll(self) -> None:
-        """Collects Xids, once in `POLL_SECS` at most; does not wait."""
+        """Collects Xids, once in `POLL_SECS` at most. Cost: microseconds; once `NVML_SECS`, if NVML hangs."""
         now = time.monotonic()
         if self._watch is not None and not self._stuck and now >= self._polled + POLL_SECS:
-            self._polled = now
-            self._watch.poll(self._clock())
+            self._polled, watch = now, self._watch
+            with contextlib.suppress(errors.LetoError):  # then nothing is asked any more, and the next check says why
+                self._ask(lambda: watch.poll(self._clock()))
 
     def check(self, failure_kind: str) -> Verdict:
         """Whether the job can go on with its devices. Does not raise.

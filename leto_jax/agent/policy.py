@@ -45,9 +45,9 @@ class Failure:
     rank: int | None = None
 
     @property
-    def what(self) -> tuple[Kind, str, int | None, int]:
-        """Equal for failures that are the same one again."""
-        return self.kind, self.detail, self.rank, self.step
+    def what(self) -> tuple[Kind, str, int]:
+        """Equal for failures that are the same one again. Not the rank: of several that fail alike the one seen first is blamed."""
+        return self.kind, self.detail, self.step
 
     def describe(self) -> str:
         where = "" if self.rank is None else f"rank {self.rank}: "
@@ -169,12 +169,14 @@ class Late(NamedTuple):
     since_ns: int
 
 
-def blame(progress: Mapping[int, Progress], late: Mapping[int, Late], injected: int | None = None) -> tuple[int, Late] | None:
+def blame(
+    progress: Mapping[int, Progress], late: Mapping[int, Late], now_ns: int, body_ns: int, injected: int | None = None
+) -> tuple[int, Late] | None:
     """The rank that holds the others up, and how; None if nobody is overdue. progress, late: by rank. injected: one that was told to fail.
 
     When one rank stops or spins, its peers wait for it in a collective, and become overdue with it or before it. So a stopped one is blamed
     first, then one that is not inside a step, then the one that has committed least, then the lowest. And if all who are overdue wait in a
-    step, while the loop body of one that has committed no more keeps it out, that one is blamed.
+    step, while the loop body of one that has committed no more keeps it out, that one is blamed, once its body has taken `body_ns`.
     """
     if not late:
         return None
@@ -192,6 +194,8 @@ def blame(progress: Mapping[int, Progress], late: Mapping[int, Late], injected: 
         ]
         if away:
             peer = min(away, key=lambda peer: (progress[peer].commit, peer))
+            if now_ns - progress[peer].phase_since_ns < body_ns:
+                return None
             why = f"the loop body kept the other ranks waiting (rank {rank}: {found.why}); wrap long work in `with s.section(name, timeout_secs=...)`"
             return peer, Late(Kind.HANG, why, progress[peer].phase_since_ns)
     return rank, found

@@ -100,7 +100,8 @@ class Watch:
                 rank: dataclasses.replace(p, armed_since_ns=max(p.armed_since_ns, self._excused_ns)) if p.armed_since_ns else p
                 for rank, p in progress.items()
             }
-        return policy.blame(progress, late_ones(progress), injected)
+        patience = min(deadlines.peer_body, deadlines.body)
+        return policy.blame(progress, late_ones(progress), now, int(patience * 1e9), injected)
 
     def _after_the_first_exit(self, generation: Generation, running: Sequence[Child]) -> Symptom | None:
         """All ranks end together: one that goes on for long after another's end waits for what does not come."""

@@ -70,6 +70,7 @@ class Control:
         for word in Word:
             if Word.PID <= word <= Word.PEER_STALE_NS_TOTAL and word not in (Word.COMMIT, Word.INJECT_TAKEN, Word.CHECKPOINT_TAKEN):
                 self[word] = 0
+        self[Word.PEER_STALE_NS_TOTAL] = -1
         self[Word.STEPS] = steps
         self[Word.INCARNATION] = incarnation
         self[Word.PHASE] = PHASES.index(Phase.INIT)

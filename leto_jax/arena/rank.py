@@ -31,7 +31,7 @@ class Arenas:
     device: Arena
     host: Arena
     metadata_arena: Arena
-    peer: Arena | None = None
+    peer: HostArena | None = None
 
     @property
     def metadata(self) -> HostMetadata:
@@ -80,7 +80,7 @@ def map_arenas(layout: Layout, rank: int, descriptor: Opener, gpu: int | None = 
     )
 
 
-def _peer(layout: Layout, rank: int, descriptor: Opener) -> Arena | None:
+def _peer(layout: Layout, rank: int, descriptor: Opener) -> HostArena | None:
     if not layout.peer_bytes:
         return None
     name = peer_name(rank)

@@ -38,6 +38,7 @@ from leto_jax.records import BYTES, LOSS_WORD, SQUARES_WORD, Kind, Record
 from leto_jax.rmp.blocks import unsealed_record, void_record
 from leto_jax.rmu import placed, programs
 from leto_jax.rmu.log import COPIES
+from leto_jax.rmu.recovery import Life
 from leto_jax.rmu.retained import Retained
 from leto_jax.rmu.transaction import Observer, Transaction
 
@@ -107,6 +108,8 @@ class DeviceTransaction(Transaction):
         """The first state, written where it belongs; what has no place of its own comes back as arrays."""
         job, device = self.retained.job, self._device
         if isinstance(device, DeviceArena):
+            # Before the first byte goes: another rank may have been filled to the end, and this one too.
+            self.retained.metadata.write(Point.LIFE_FILLING, Record(Kind.LIFE, self.epoch, 0, body=(Life.FILLING,)))
             device.clear()
             self._cleared = True
         spots = [Spot(self.retained.place(home, 0), spec.shape, spec.dtype) for home, spec in placed.init_homes(job)]
@@ -130,6 +133,7 @@ class DeviceTransaction(Transaction):
 
     def close(self) -> None:
         self.wait_drained()
+        super().close()
 
     def commit(self, step: int, intent: Record) -> None:
         jax.block_until_ready(self._token)  # raises what went wrong in any chunk: then there is no commit

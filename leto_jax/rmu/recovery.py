@@ -9,13 +9,15 @@ from __future__ import annotations
 import dataclasses
 import enum
 import json
-import zlib
 from collections.abc import Sequence
+from typing import NamedTuple
 
 from leto_jax import errors, records
 from leto_jax.records import Kind, Record
 from leto_jax.rmu.log import Contents
 
+COPIED = ("scalars", "extras", "metrics")
+"""Regions with two copies, in the order of their CRCs in an intent or a commit. They are the same on all ranks."""
 _RECORDS = {"commits": Kind.COMMIT, "intents": Kind.INTENT, "revokes": Kind.REVOKE, "marks": Kind.MARK}
 
 
@@ -42,7 +44,6 @@ class Picture:
     log: its valid records. stored: (step, epoch) of the gradient region's header, None if it is not complete.
     digests: step -> crc words of the scalars, extras and metrics as they read now, for the last commit and the step after it.
     bad_gradients: chunks whose gradients do not have the checksum that compute noted. log_lost: both log copies have lost a page.
-    scalars: step -> the scalars as they lie, where ranks show their pictures to each other: they are the same on all of them.
     """
 
     life: Life
@@ -51,7 +52,6 @@ class Picture:
     digests: dict[int, tuple[int, ...]] = dataclasses.field(default_factory=dict)
     bad_gradients: frozenset[int] = frozenset()
     log_lost: bool = False
-    scalars: dict[int, bytes] = dataclasses.field(default_factory=dict)
 
     def to_bytes(self) -> bytes:
         """For the other ranks."""
@@ -63,7 +63,6 @@ class Picture:
             "digests": list(self.digests.items()),
             "bad_gradients": sorted(self.bad_gradients),
             "log_lost": self.log_lost,
-            "scalars": [(step, data.hex()) for step, data in self.scalars.items()],
         }
         return json.dumps(found).encode()
 
@@ -80,10 +79,18 @@ class Picture:
                 {int(step): tuple(words) for step, words in raw["digests"]},
                 frozenset(raw["bad_gradients"]),
                 bool(raw["log_lost"]),
-                {int(step): bytes.fromhex(text) for step, text in raw["scalars"]},
             )
         except (KeyError, TypeError, ValueError, IndexError) as exception:
             raise errors.RecordError(f"picture: expected what another rank wrote, found {data[:60]!r}") from exception
+
+
+class Loan(NamedTuple):
+    """A copied region of `step` that `rank` has not written, or has lost, and that `donor` has: it is the same on all ranks."""
+
+    rank: int
+    name: str
+    step: int
+    donor: int
 
 
 @dataclasses.dataclass(frozen=True)
@@ -91,8 +98,8 @@ class Plan:
     """action; target: the step that is committed next. first: per rank, how many chunks of the order are already in place.
 
     intent: the record that every rank rolls forward with. copy_to: ranks that lack it. done: ranks that have committed `target` already.
-    unknown_metrics: ranks on which the metrics of the commit that the plan leads to are gone; the state does not depend on them. copied_scalars:
-    rank -> (step, scalars) of a rank whose own were not written, or are gone: another one has them.
+    unknown_metrics: ranks on which the metrics of the commit that the plan leads to are gone, and on all others too; the state does not depend
+    on them. loans: what ranks take from others before anything else.
     """
 
     action: Action
@@ -103,7 +110,7 @@ class Plan:
     copy_to: tuple[int, ...] = ()
     done: tuple[int, ...] = ()
     unknown_metrics: tuple[int, ...] = ()
-    copied_scalars: dict[int, tuple[int, bytes]] = dataclasses.field(default_factory=dict)
+    loans: tuple[Loan, ...] = ()
 
 
 def plan(pictures: Sequence[Picture], order) -> Plan:
@@ -142,12 +149,10 @@ def plan(pictures: Sequence[Picture], order) -> Plan:
         return _from_commit(pictures, Plan(Action.REDO, f"commit {low} on all ranks, no intent for step {target}", target))
 
     (intent,) = intents
-    first, unknown, problem, scalars = [], [], "", {}
+    first, unknown, problem = [], [], ""
+    loans: list[Loan] = []
     for rank, picture in enumerate(pictures):
-        damaged = _damaged(picture, target, intent.body[:3])
-        if "scalars" in damaged and (found := _scalars(pictures, target, intent.body[0])) is not None:
-            scalars[rank] = target, found
-            damaged.remove("scalars")
+        damaged = _damaged(pictures, rank, target, intent.body[:3], loans)
         if needed := [name for name in damaged if name != "metrics"]:
             problem = problem or f"rank {rank}: {' and '.join(needed)} of step {target} do not match the intent's digest"
         elif damaged:
@@ -189,35 +194,39 @@ def plan(pictures: Sequence[Picture], order) -> Plan:
         lacking,
         done,
         tuple(unknown),
-        scalars,
+        tuple(loans),
     )
 
 
 def _from_commit(pictures: Sequence[Picture], plan: Plan) -> Plan:
     """`plan`, which computes again from the commit before its target, if what that reads is whole on all ranks."""
-    commit, unknown, scalars = plan.target - 1, [], {}
+    commit, unknown = plan.target - 1, []
+    loans: list[Loan] = []
     for rank, picture in enumerate(pictures):
         digest = next(record.body[1:4] for record in picture.log.commits if record.step == commit)
-        damaged = _damaged(picture, commit, digest)
-        if "scalars" in damaged and (found := _scalars(pictures, commit, digest[0])) is not None:
-            scalars[rank] = commit, found
-            damaged.remove("scalars")
+        damaged = _damaged(pictures, rank, commit, digest, loans)
         if needed := [name for name in damaged if name != "metrics"]:
             return _refuse(f"{plan.reason}; rank {rank}: {' and '.join(needed)} of commit {commit} are lost and kept nowhere else")
         if damaged:
             unknown.append(rank)
-    return dataclasses.replace(plan, unknown_metrics=tuple(unknown), copied_scalars=scalars)
+    return dataclasses.replace(plan, unknown_metrics=tuple(unknown), loans=tuple(loans))
 
 
-def _damaged(picture: Picture, step: int, digest: tuple[int, ...]) -> list[str]:
-    """Which of the copied regions of `step` do not read as they did when `digest` was taken."""
-    found = picture.digests.get(step, (None, None, None))
-    return [name for name, want, now in zip(("scalars", "extras", "metrics"), digest, found, strict=True) if want != now]
+def _damaged(pictures: Sequence[Picture], rank: int, step: int, digest: tuple[int, ...], loans: list[Loan]) -> list[str]:
+    """Which of the copied regions of `step` do not read on `rank` as they did when `digest` was taken, and on no other rank either.
 
-
-def _scalars(pictures: Sequence[Picture], step: int, digest: int) -> bytes | None:
-    """The scalars of `step` with this CRC-32, from a rank that shows them."""
-    return next((data for picture in pictures if (data := picture.scalars.get(step)) is not None and zlib.crc32(data) == digest), None)
+    What another rank has is added to `loans`.
+    """
+    unknown, lost = (None,) * len(COPIED), []
+    for place, (name, wanted) in enumerate(zip(COPIED, digest, strict=True)):
+        having = [peer for peer, picture in enumerate(pictures) if picture.digests.get(step, unknown)[place] == wanted]
+        if rank in having:
+            continue
+        if having:
+            loans.append(Loan(rank, name, step, having[0]))
+        else:
+            lost.append(name)
+    return lost
 
 
 def _order(record: Record) -> tuple[int, int, int]:

@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from leto_jax.arena.memory import Arena
+from leto_jax.arena.memory import Arena, HostArena
 from leto_jax.arena.metadata import HostMetadata, touches
 from leto_jax.arena.views import view
 from leto_jax.layout import Chunk, LeafSpec, Packed, Piece
@@ -20,9 +20,7 @@ from leto_jax.rmp.groups import Guard
 from leto_jax.rmp.peer import PeerTier
 from leto_jax.rmu.log import Log
 from leto_jax.rmu.programs import Home, Job
-from leto_jax.rmu.recovery import Life, Picture
-
-COPIED = ("scalars", "extras", "metrics")
+from leto_jax.rmu.recovery import COPIED, Life, Picture
 
 
 class Retained:
@@ -31,7 +29,7 @@ class Retained:
     Owns nothing: the arenas belong to whoever mapped them.
     """
 
-    def __init__(self, job: Job, device: Arena, host: Arena, metadata: HostMetadata, jax_device: jax.Device, peer: Arena | None = None):
+    def __init__(self, job: Job, device: Arena, host: Arena, metadata: HostMetadata, jax_device: jax.Device, peer: HostArena | None = None):
         self.job, self.layout, self.device, self.host, self.metadata, self.jax_device = job, job.layout, device, host, metadata, jax_device
         self.log = Log(device, job.layout)
         self.guard = Guard(device, host, job.layout, None if peer is None else PeerTier(peer, job.layout))
@@ -154,11 +152,7 @@ class Retained:
 
     def digest(self, step: int) -> tuple[int, ...]:
         """CRC-32 of the scalars, extras and metrics that belong to `step`: what an intent refers to."""
-        found = []
-        for name in COPIED:
-            region = self.layout.by_name[f"{name}{step % 2}"]
-            found.append(zlib.crc32(self.device.view(region.offset, region.nbytes)))
-        return tuple(found)
+        return tuple(zlib.crc32(self._copied(name, step)) for name in COPIED)
 
     def noted_sums(self) -> np.ndarray | None:
         """The checksums of the gradients that compute noted beside them, uint32[gradient parts, 2]; None if they are not those of the header."""
@@ -166,10 +160,13 @@ class Retained:
         found = np.array(self.device.array(region.offset, (len(self.layout.gradient_parts), 2), np.dtype(np.uint32)))
         return found if header is not None and zlib.crc32(found) == header.body[SUMS_WORD] else None
 
-    def scalars(self, step: int) -> bytes:
-        """The scalars of `step`, which are the same on all ranks, as they lie."""
-        region = self.layout.by_name[f"scalars{step % 2}"]
-        return self.device.view(region.offset, region.nbytes).tobytes()
+    def copied(self, name: str, step: int) -> bytes:
+        """The scalars, extras or metrics of `step`, as they lie."""
+        return self._copied(name, step).tobytes()
+
+    def _copied(self, name: str, step: int) -> np.ndarray:
+        region = self.layout.by_name[f"{name}{step % 2}"]
+        return self.device.view(region.offset, region.nbytes)
 
     def life(self) -> Life:
         record = self.metadata.latest(Kind.LIFE)
@@ -188,8 +185,7 @@ class Retained:
             bad = range(len(parts)) if noted is None else checksum.locate(noted, gradient_sums())
             hurt = {parts[n].chunk for n in bad}
         log_lost = all(touches(lost, "device", self.region(name), self.layout.by_name[name].nbytes) for name in ("log0", "log1"))
-        scalars = {step: self.scalars(step) for step in steps} if self.job.spread is not None else {}
-        return Picture(self.life(), contents, stored, {step: self.digest(step) for step in steps}, frozenset(hurt), log_lost, scalars)
+        return Picture(self.life(), contents, stored, {step: self.digest(step) for step in steps}, frozenset(hurt), log_lost)
 
     # ------------------------------------------------------------------------------------------------------------------------------
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import json
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 
@@ -24,6 +25,7 @@ from leto_jax.rmu.transaction import Transaction
 
 Stage = Callable[[str], AbstractContextManager]
 Gather = Callable[[Picture], Sequence[Picture]]
+Exchange = Callable[[bytes], Sequence[bytes]]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -44,10 +46,11 @@ def recover(
     stage: Stage = lambda name: contextlib.nullcontext(),
     gather: Gather = lambda mine: [mine],
     rank: int = 0,
+    exchange: Exchange = lambda mine: [mine],
 ) -> Recovered:
     """Brings one rank's retained memory to a commit. Called by the process that holds the lease, before its first step.
 
-    gather: this rank's picture in, the pictures of all ranks out, in rank order; `rank` is the place of this one.
+    gather: this rank's picture in, the pictures of all ranks out, in rank order; `rank` is the place of this one. exchange: the same for bytes.
     Raises UnrecoverableError (with the reason; nothing was changed) where the pictures must not be guessed at, and
     TooManyErasuresError where more pages are lost than parity rebuilds.
     Crash: a picture that `recover` reads again; every part of it may be repeated.
@@ -66,9 +69,8 @@ def recover(
             )
         placed = plan.first[rank] if plan.action is Action.ROLL_FORWARD else 0
         retained.log.repair()
-        if rank in plan.copied_scalars:
-            step, data = plan.copied_scalars[rank]
-            retained.device.store(Point.SCALARS_COPY, retained.region(f"scalars{step % 2}"), np.array(bytearray(data)))
+        if plan.loans:
+            _borrow(retained, plan, rank, exchange)
         _void_lost_blocks(retained)
         repaired = _repair_pages(retained, transaction, plan.target, placed)
         # From here no byte that counts is lost. The list names addresses, and rolling forward moves other data to them.
@@ -92,6 +94,16 @@ def recover(
         if rank in plan.unknown_metrics:
             transaction.forget_metrics(commit)
     return Recovered(plan, commit, repaired)
+
+
+def _borrow(retained: Retained, plan: Plan, rank: int, exchange: Exchange) -> None:
+    """Ranks that have a copied region give it to those that lack it. All ranks take part."""
+    given = {f"{loan.name} {loan.step}": retained.copied(loan.name, loan.step).hex() for loan in plan.loans if loan.donor == rank}
+    brought = exchange(json.dumps(given).encode())
+    for loan in plan.loans:
+        if loan.rank == rank:
+            data = bytes.fromhex(json.loads(brought[loan.donor])[f"{loan.name} {loan.step}"])
+            retained.device.store(Point.REGION_COPY, retained.region(f"{loan.name}{loan.step % 2}"), np.array(bytearray(data)))
 
 
 def _void_lost_blocks(retained: Retained) -> None:

@@ -27,9 +27,10 @@ SAME = PartitionSpec()
 class Sharding:
     """What a user says about several ranks.
 
-    mesh: over all devices of the job, one for each rank. params: how parameters lie between steps: one PartitionSpec for all, a tree of them
+    mesh: over all devices of the job, one for each rank; its axes are taken as automatic ones. params: how parameters lie between steps: one PartitionSpec for all, a tree of them
     (a prefix of the parameters' tree), or f(path, leaf) -> PartitionSpec, path as 'blocks/0/kernel'. batch: how the parts that the ranks draw
-    make one batch: one PartitionSpec, or a tree; by default the first axis of each leaf is cut over the first axis of the mesh.
+    make one batch: one PartitionSpec, or a tree; by default the first axis of each leaf is cut over the first axis of the mesh. Of a leaf that is
+    not cut over all axes several ranks feed the same shard: they must draw the same.
     """
 
     mesh: Mesh
@@ -58,6 +59,25 @@ class Spread:
     def each(self) -> PartitionSpec:
         """One row for each device."""
         return PartitionSpec(tuple(self.mesh.axis_names))
+
+    def alike(self) -> list[tuple[list[int], list[int]]]:
+        """Leaves of the batch of which several ranks feed the same shard: (their numbers, a group for each rank); ranks of one group must draw alike."""
+        found: dict[tuple[str, ...], list[int]] = {}
+        for number, part in enumerate(self.batch):
+            cut = tuple(name for name in self.mesh.axis_names if name in _axes(part))
+            if math.prod(self.mesh.shape[name] for name in cut) < self.count:
+                found.setdefault(cut, []).append(number)
+        places = {device.process_index: place for place, device in np.ndenumerate(self.mesh.devices)}
+        size = self.mesh.shape
+        groups = []
+        for cut, leaves in found.items():
+            kept = [n for n, name in enumerate(self.mesh.axis_names) if name in cut]
+            group = [
+                int(np.ravel_multi_index([places[rank][n] for n in kept], [size[name] for name in cut])) if cut else 0
+                for rank in range(self.count)
+            ]
+            groups.append((leaves, group))
+        return groups
 
     def named(self, parts: PyTree) -> PyTree:
         """PartitionSpecs as shardings."""
@@ -111,13 +131,21 @@ class Spread:
             raise errors.UsageError(f"{path}: expected a PartitionSpec of at most {ndim} entries, found {part}")
         cut = [1] * ndim
         for axis, names in enumerate(part):
-            for name in (names,) if isinstance(names, str) else names or ():
+            for name in _names(names):
                 if name not in self.mesh.shape:
                     raise errors.UsageError(
                         f"{path}: expected axes of the mesh ({', '.join(self.mesh.axis_names)}), found {name!r} in {part}"
                     )
                 cut[axis] *= self.mesh.shape[name]
         return cut
+
+
+def _names(entry: Any) -> tuple[str, ...]:
+    return (entry,) if isinstance(entry, str) else tuple(entry or ())
+
+
+def _axes(part: PartitionSpec) -> set[str]:
+    return {name for entry in part for name in _names(entry)}
 
 
 def _flat(parts: PyTree) -> list[PartitionSpec]:
@@ -138,7 +166,8 @@ def resolve(sharding: Sharding | None, params: PyTree, batch: PyTree) -> Spread 
             return None
         sharding = Sharding(jax.make_mesh((jax.device_count(),), ("data",), axis_types=(AxisType.Auto,)))
     if not isinstance(sharding, Sharding) or not isinstance(sharding.mesh, Mesh):
-        raise errors.UsageError(f"session: sharding: expected leto.Sharding(mesh, ...), found {type(sharding).__name__}")
+        found = f"{type(sharding).__name__}({type(sharding.mesh).__name__})" if isinstance(sharding, Sharding) else type(sharding).__name__
+        raise errors.UsageError(f"session: sharding: expected leto.Sharding(jax.sharding.Mesh, ...), found {found}")
     mesh, ranks = sharding.mesh, jax.process_count()
     owners = sorted(device.process_index for device in mesh.devices.flat)
     if owners != list(range(ranks)):
@@ -174,4 +203,10 @@ def _parts(given: Any, tree: PyTree, what: str) -> list[PartitionSpec]:
         raise errors.UsageError(
             f"sharding.{what}: expected a tree of PartitionSpecs that is a prefix of the {what}: {exception}"
         ) from exception
-    return [part if part is not None else SAME for part in jax.tree.leaves(spread, is_leaf=lambda x: x is None or _is_part(x))]
+    parts = [part if part is not None else SAME for part in jax.tree.leaves(spread, is_leaf=lambda x: x is None or _is_part(x))]
+    for part in parts:
+        if not _is_part(part):
+            raise errors.UsageError(
+                f"sharding.{what}: expected PartitionSpecs, found {type(part).__name__} {part!r}; the mesh is given once, beside them"
+            )
+    return parts

@@ -13,6 +13,7 @@ rmp.groups and in train.ring, always through `Arena.store` or through a program 
 
 from __future__ import annotations
 
+import sys
 import time
 import zlib
 from collections.abc import Callable, Mapping, Sequence
@@ -25,7 +26,7 @@ import numpy as np
 from leto_jax import errors, faults, records
 from leto_jax.faults import Phase, Point
 from leto_jax.layout import Packed, Piece
-from leto_jax.records import LOSS_WORD, SQUARES_WORD, Kind, Record
+from leto_jax.records import BATCH_WORD, EXTRAS_WORD, INTENT_WORD, LOSS_WORD, METRICS_WORD, SQUARES_WORD, Kind, Record
 from leto_jax.rmp.peer import Sender
 from leto_jax.rmu import programs
 from leto_jax.rmu.recovery import Life
@@ -56,7 +57,10 @@ class Transaction:
         self._committed_ns = 0
         self.stale_ns = 0  # how long the host copy of the parity was behind the data, in all
         self.scrub_bytes = self.layout.spec.protection.scrub_bytes_per_step
-        peer = retained.guard.peer
+        spread, peer = retained.job.spread, retained.guard.peer
+        self._alike = spread.alike()[: records.BATCH_WORDS] if spread is not None else []
+        self._last_intent = 0  # its CRC-32, of the step before, if this incarnation decided it
+        self._warned = False
         self._sender = Sender(peer, wait_for_peer) if peer is not None else None
         self._cursor = (0, 0)  # piece and page at which the next scrub slice begins
 
@@ -145,8 +149,10 @@ class Transaction:
         sumsq, sums = jax.device_get(self._inspected())
         if sums.size:
             self._device.store(Point.GRADIENT_SUMS, self.retained.region("gradient_sums"), sums)
-        body = (records.float_bits(float(loss)), records.float_bits(float(sumsq)), zlib.crc32(np.ascontiguousarray(sums)))
-        self._device.store_record(Point.GRADIENTS_STORED, header, Record(Kind.GRADIENTS, self.epoch, step, self.rank, body))
+        body = [records.float_bits(float(loss)), records.float_bits(float(sumsq)), zlib.crc32(np.ascontiguousarray(sums))]
+        if self.retained.job.spread is not None:
+            body += [*self.retained.digest(step)[1:], self._last_intent, *(_crc([batch[n] for n in leaves]) for leaves, _ in self._alike)]
+        self._device.store_record(Point.GRADIENTS_STORED, header, Record(Kind.GRADIENTS, self.epoch, step, self.rank, tuple(body)))
 
     def decide(self, step: int) -> Record:
         """Reads the gradient record back, runs the whole-tree part of the optimizer, stores scalars and intent. Returns the intent.
@@ -159,8 +165,6 @@ class Transaction:
         retained = self.retained
         header = self._own(retained.header(), step, self.rank)
         decided = self._decided(step, header)
-        self.wait_drained()
-        self._announce(step)
         shared, values, verdict, *gathered = jax.device_get(decided)
         loss, sumsq = self._reduced(gathered[0], step) if gathered else _found(header)
         if int(verdict) == programs.STOP:
@@ -175,6 +179,7 @@ class Transaction:
             raise errors.UnrecoverableError(
                 f"step {step}: the intent does not read back from the log; nothing of the update was dispatched"
             )
+        self._last_intent = intent.crc
         return intent
 
     def _own(self, header: Record | None, step: int, rank: int) -> Record:
@@ -188,6 +193,7 @@ class Transaction:
     def _reduced(self, rows: np.ndarray, step: int) -> tuple[np.float32, np.float32]:
         """Loss and sum of squares from the records of all ranks, uint32[ranks, 16] in rank order, each of which is checked."""
         found = [self._own(records.unpack(row.tobytes(), Kind.GRADIENTS), step, rank) for rank, row in enumerate(rows)]
+        self._compare(found, step)
         loss, sumsq = _found(found[0])
         for rank, record in enumerate(found[1:], 1):
             other, more = _found(record)
@@ -195,8 +201,34 @@ class Transaction:
                 raise errors.UnrecoverableError(
                     f"gradient record of rank {rank}: expected the loss {loss!r} of rank 0, found {other!r}; no intent was stored, the step can be redone"
                 )
+            if record.body[INTENT_WORD] != found[0].body[INTENT_WORD]:
+                raise errors.UnrecoverableError(
+                    f"step {step - 1}: rank {rank} has decided otherwise than rank 0, so their parameters may differ; the state of step {step - 1} is kept"
+                )
             sumsq = np.float32(sumsq + more)
         return loss, sumsq
+
+    def _compare(self, found: Sequence[Record], step: int) -> None:
+        """What ranks must have alike, though no collective sees to it. Raises UsageError for batches that differ; says it of extras and metrics."""
+        for n, (leaves, groups) in enumerate(self._alike):
+            for rank, record in enumerate(found):
+                first = groups.index(groups[rank])
+                if record.body[BATCH_WORD + n] != found[first].body[BATCH_WORD + n]:
+                    paths = ", ".join(self.layout.spec.batch[leaf].path for leaf in leaves)
+                    raise errors.UsageError(
+                        f"batch of step {step}: ranks {first} and {rank} feed the same part of {paths} and have drawn different ones; draw by "
+                        "the rank's place in the mesh, or cut the leaf over all axes (leto.Sharding(batch=...))"
+                    )
+        for name, word in (("extras", EXTRAS_WORD), ("metrics", METRICS_WORD)):
+            others = [rank for rank, record in enumerate(found) if record.body[word] != found[0].body[word]]
+            if others and not self._warned and self.rank == 0:
+                self._warned = True
+                print(
+                    f"leto: {name} of step {step} differ between rank 0 and rank {others[0]}; they should be made of what is equal on all ranks: "
+                    "a failure within an update cannot be recovered in place while they differ",
+                    file=sys.stderr,
+                    flush=True,
+                )
 
     def update(self, step: int, intent: Record, first: int = 0) -> None:
         """Applies the chunks of update `step` from number `first` of its order on.
@@ -231,6 +263,8 @@ class Transaction:
 
     def close(self) -> None:
         """Ends what runs behind the transaction. Needed only where its memory goes before the process does."""
+        if self._sender is not None:
+            self._sender.close()
 
     def wait_drained(self) -> None:
         """Until the host copy of the parity is that of the last commit. Raises what went wrong on its way."""
@@ -264,16 +298,14 @@ class Transaction:
     def refill_peer(self, commit: int) -> None:
         """Sends the parity of read-only pieces that the peer does not have; that of all others goes with the next commit. After a takeover."""
         peer = self.retained.guard.peer
-        lacking = [
-            piece
-            for piece in (self.layout.pieces if peer is not None else ())
-            if piece.chunk is None and peer is not None and not peer.has(piece, self.version(piece, commit))
-        ]
+        if peer is None:
+            return
+        lacking = [piece for piece in self.layout.read_only_pieces if not peer.has(piece, self.version(piece, commit))]
         if lacking:
             self.wait_drained()
-        for piece in lacking:
-            self._encode(piece, commit)
-            self._send([piece], self.version(piece, commit))
+            for piece in lacking:
+                self._encode(piece, commit)
+            self._send(lacking, self.version(lacking[0], commit))
 
     @property
     def peer_stale_ns(self) -> int:
@@ -401,3 +433,11 @@ def _found(header: Record) -> tuple[np.float32, np.float32]:
     """Loss and sum of squares that a gradient record holds."""
     loss, sumsq = (np.float32(records.bits_float(header.body[word])) for word in (LOSS_WORD, SQUARES_WORD))
     return loss, sumsq
+
+
+def _crc(leaves: Sequence) -> int:
+    """CRC-32 of arrays, one after the other."""
+    found = 0
+    for leaf in leaves:
+        found = zlib.crc32(np.ascontiguousarray(leaf).reshape(-1).view(np.uint8), found)
+    return found

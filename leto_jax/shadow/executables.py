@@ -116,9 +116,11 @@ def identify(job: Job, lowered: Mapping[str, jax.stages.Lowered]) -> Identity:
     return Identity(layouts.to_bytes(job.layout).decode(), tuple(hashes.items()), tuple(environment.items()))
 
 
-def require_equal_ranks(mine: Identity, ranks: Ranks, secs: float) -> None:
-    """Raises IdentityError or LayoutError, on every rank, if one of them has traced something else than rank 0; DeadlineError."""
-    found = [Identity.from_bytes(data) for data in ranks.gather("identities", mine.of_rank("").to_bytes(), secs)]
+def require_equal_ranks(mine: Identity, arguments: Mapping[str, str], ranks: Ranks, secs: float) -> None:
+    """Raises IdentityError or LayoutError, on every rank, if one of them has traced something else than rank 0, or has other arguments of its
+    session; DeadlineError."""
+    shown = dataclasses.replace(mine.of_rank(""), environment=(*mine.of_rank("").environment, *arguments.items()))
+    found = [Identity.from_bytes(data) for data in ranks.gather("identities", shown.to_bytes(), secs)]
     for rank, other in enumerate(found[1:], 1):
         try:
             found[0].require_equal(other)

@@ -56,7 +56,7 @@ def rehearse(
     gpu = views.gpu_number(device)
     if gpu is None:
         run = {**run, "compute": _once(run["compute"])}
-    nbytes = job.layout.host_bytes + (job.layout.device_bytes if gpu is None else 0)
+    nbytes = job.layout.host_bytes + job.layout.peer_bytes + (job.layout.device_bytes if gpu is None else 0)
     arenas, problem = None, ""
     try:
         limits.check(nbytes, "rehearsing a takeover on scratch memory")
@@ -94,18 +94,20 @@ def _rehearse(
         transaction.scrub_bytes = 0  # scratch memory is mapped over and over: no page of it is what it was
     transaction.fill(0, *transaction.init(key))
     batch, commit = blank_batch(job), 0
+    # Zeros may not suit the loss. What a GPU's scratch memory holds may differ between ranks, and so may what they make of it.
+    unfit = (errors.NonFiniteLossError,) if gpu is None else (errors.NonFiniteLossError, errors.UnrecoverableError)
     for _ in range(2):
         transaction.compute(commit + 1, batch, key)
         try:
             intent = transaction.decide(commit + 1)
-        except errors.NonFiniteLossError:  # zeros, or what scratch memory holds, may not suit the loss
+        except unfit:
             intent = Record(Kind.INTENT, 1, commit + 1, body=(*retained.digest(commit + 1), len(job.layout.chunks)))
         commit += 1
         transaction.update(commit, intent)
         transaction.commit(commit, intent)
         transaction.drain(commit)
     transaction.compute(commit + 1, batch, key)
-    with contextlib.suppress(errors.NonFiniteLossError):
+    with contextlib.suppress(*unfit):
         transaction.decide(commit + 1)
     transaction.close()
     again = make_transaction(retained, run, epoch=2, at=lambda *_: None, rank=rank)

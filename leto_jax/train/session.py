@@ -80,6 +80,10 @@ def session(
         raise errors.UsageError(f"session: steps: expected a positive int, found {steps!r}")
     process = Process.from_environ()
     if process is not None and process.recovery != IN_PLACE and process.role != "plan":
+        if sharding is not None:
+            raise errors.UsageError(
+                f"session: sharding: expected none with --recovery {process.recovery}; run it with --recovery {IN_PLACE}"
+            )
         from leto_jax.train.plain import PlainSession
 
         return PlainSession(init, step, dataset, key, steps, tuple(warm), protection, sharding)
@@ -182,6 +186,10 @@ class Session:
             raise errors.UsageError(
                 f"peer_parity: expected 0 for a job of one rank, which has no peer, found {protection.peer_parity}; use local_parity"
             )
+        if self._process is not None and self._process.wait_for_parity and not protection.peer_parity:
+            raise errors.UsageError(
+                "--wait-for-parity: expected Protection(peer_parity=1) or more in the session, found 0: there is no peer to wait for"
+            )
         in_place = None if self._gpu is None else self._device
         self._job = programs.trace(self._init, self._step.spec, batch, key, protection, in_place, self._sharding)
         if self._process is not None and self._process.role == "plan":
@@ -208,6 +216,7 @@ class Session:
             self._wait_as_shadow(lowered, identity)
         else:
             run = self._compile_or_load(lowered, identity)
+            self._ranks.agree("ready to train", "", PROGRAMS_DEADLINE_SECS)  # who is done first waits while nobody watches its steps
             self._claim()
             arenas = self._member.take_arenas(self._job.layout, self._gpu)
             self._begin(run, arenas, arenas.metadata.epoch)
@@ -215,7 +224,8 @@ class Session:
     def _identify(self, lowered) -> executables.Identity:
         """What this process would train, once it is known that all ranks would train the same."""
         identity = executables.identify(self._job, lowered)
-        executables.require_equal_ranks(identity, self._ranks, PROGRAMS_DEADLINE_SECS)
+        arguments = {"session key": np.asarray(self._key_data).tobytes().hex(), "session steps": str(self.steps)}
+        executables.require_equal_ranks(identity, arguments, self._ranks, PROGRAMS_DEADLINE_SECS)
         return identity
 
     def _compile(self, lowered, to_pack: bool = False) -> Mapping[str, Any]:
@@ -232,7 +242,7 @@ class Session:
         member = self._member
         assert member is not None
         found = member.published()
-        if found is None:
+        if self._ranks.agree("programs", "" if found is not None else "has none", PROGRAMS_DEADLINE_SECS):  # then all make them together
             kept = cache.load(identity) if self._keeps_programs else None
             run: Mapping[str, Callable]
             if kept is None:
@@ -246,6 +256,7 @@ class Session:
             member.publish(identity.to_bytes(), blob)
             member.event("published", bytes=len(blob))
             return run
+        assert found is not None
         return self._load(found, lowered, identity)
 
     @property
@@ -326,7 +337,7 @@ class Session:
             self._process is not None and self._process.wait_for_parity,
         )
         self._ring = Ring(arenas.host, self._job.layout)
-        recovered = rollforward.recover(self._retained, self._transaction, stage, self._pictures, self._ranks.rank)
+        recovered = rollforward.recover(self._retained, self._transaction, stage, self._pictures, self._ranks.rank, self._exchange)
         action, reason, copied = recovered.plan.action.value, recovered.plan.reason, False
         if recovered.plan.action is Action.FILL:
             self._at(Phase.INIT, 0, -1)  # no takeover: nothing was there
@@ -366,6 +377,9 @@ class Session:
         if self._ranks.count == 1:
             return [mine]
         return [Picture.from_bytes(data) for data in self._ranks.gather("pictures", mine.to_bytes(), PROGRAMS_DEADLINE_SECS)]
+
+    def _exchange(self, mine: bytes) -> list[bytes]:
+        return self._ranks.gather("copies", mine, PROGRAMS_DEADLINE_SECS)
 
     def _fill(self, found: Frozen | None) -> int:
         """The first state, or a copy of one. Returns its step."""
@@ -607,6 +621,8 @@ class Session:
         if self._keeper is not None:
             self._keeper.close()
         self._settle()
+        if self._control is not None:
+            self._control.enter(Phase.DONE)  # now, so that nobody takes the wait for a body that hangs
         self._ranks.agree("the final commit", "", CHECKPOINT_SECS)  # who is done stays until nobody may need the step once more
         digest = state_digest(self._form, self._leaves, self._commit, self._source.position())
         loss = self._loss()
@@ -614,7 +630,6 @@ class Session:
             if self._takeover is not None and not self._control[Word.STEPS_DONE]:  # what was cut off was the last step
                 now = time.monotonic_ns()
                 self._taken_over(self._takeover, now, now)
-            self._control.enter(Phase.DONE)
             self._control[Word.ARMED_SINCE_NS] = 0
         print(f"final step={self._commit} loss={loss!r} digest=sha256:{digest}", flush=True)
         if self._member is not None:

@@ -198,9 +198,13 @@ class Incarnation:
         self.ring = Ring(self.arenas.host, variant.layout)
         self.commit = -1
 
-    def attach(self, gather: Callable[[Picture], list[Picture]] = lambda mine: [mine]) -> rollforward.Recovered:
-        """What a session does before its first step. gather: as for `recover`."""
-        recovered = rollforward.recover(self.retained, self.transaction, gather=gather)
+    def attach(
+        self,
+        gather: Callable[[Picture], list[Picture]] = lambda mine: [mine],
+        exchange: Callable[[bytes], list[bytes]] = lambda mine: [mine],
+    ) -> rollforward.Recovered:
+        """What a session does before its first step. gather, exchange: as for `recover`."""
+        recovered = rollforward.recover(self.retained, self.transaction, gather=gather, exchange=exchange)
         if recovered.plan.action is Action.FILL:
             self.transaction.fill(0, *self.variant.start)
         self.commit = recovered.commit or 0

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import json
 import random
 from collections.abc import Callable
 
@@ -120,7 +121,7 @@ def test_an_exception_leaves_the_same_bytes_as_a_look_at_the_memory():
 class Scene:
     """A takeover: what the dead left, what a fault does to it meanwhile, what is to be done, and with which stores (others may be there too).
 
-    padding: whether what lies between leaves comes back too; what was lost of it in the gradient buffer is lost.
+    padding: whether what lies between leaves comes back too; what was lost of it in the gradient buffer is lost. brings: what the peer gives.
     """
 
     left: Callable[[harness.Variant], Bytes]
@@ -129,6 +130,7 @@ class Scene:
     fault: Callable[[harness.Variant, World], None] = lambda v, world: None
     peers: Callable[[harness.Variant, Retained], list[Picture]] = lambda v, retained: []
     padding: bool = True
+    brings: Callable[[harness.Variant], bytes] = lambda v: b"{}"
 
 
 def at(step: int, point: Point, moment: Moment = Moment.AFTER, number: int = 0) -> Callable[[harness.Variant], Bytes]:
@@ -169,7 +171,7 @@ def decided(v: harness.Variant) -> tuple[tuple[int, ...], bytes]:
     with World(v.layout, at(2, Point.SCALARS)(v)) as world:
         process = promote(v, world)
         try:
-            return process.retained.digest(2), process.retained.scalars(2)
+            return process.retained.digest(2), process.retained.copied("scalars", 2)
         finally:
             process.close()
 
@@ -181,11 +183,15 @@ def before_deciding(v: harness.Variant) -> Bytes:
 
 def peer_with_the_scalars(v: harness.Variant, retained: Retained) -> list[Picture]:
     """Another rank that has decided step 2, while this one had only just stored its gradients."""
-    digest, scalars = decided(v)
+    digest, _ = decided(v)
     (peer,) = peer_with_the_intent(v, retained)
     (intent,) = peer.log.intents
     log = dataclasses.replace(peer.log, intents=frozenset({dataclasses.replace(intent, body=(*digest, len(v.layout.chunks)))}))
-    return [dataclasses.replace(peer, log=log, digests={1: (), 2: digest}, scalars={2: scalars})]
+    return [dataclasses.replace(peer, log=log, digests={1: (), 2: digest})]
+
+
+def bring_the_scalars(v: harness.Variant) -> bytes:
+    return json.dumps({"scalars 2": decided(v)[1].hex()}).encode()
 
 
 def several(*faults: Callable[[harness.Variant, World], None]) -> Callable[[harness.Variant, World], None]:
@@ -234,7 +240,7 @@ SCENES = {
     "data, staging lost":       Scene(at(2, Point.INTENT, Moment.AFTER, 1),           FORWARD,     {Point.REPAIR_PAGE, *HEALED}, several(pages_of_a_group(1), STAGED)),
     "metrics lost":             Scene(at(2, Point.MARK, Moment.AFTER, 3),             FORWARD,     {Point.METRICS, *HEALED}, METRICS),
     "intent at a peer":         Scene(at(2, Point.SCALARS),                           FORWARD,     {Point.INTENT_COPY, *UPDATED}, peers=peer_with_the_intent),
-    "scalars at a peer":        Scene(before_deciding,                                FORWARD,     {Point.SCALARS_COPY, Point.INTENT_COPY}, peers=peer_with_the_scalars),
+    "scalars at a peer":        Scene(before_deciding,                                FORWARD,     {Point.REGION_COPY, Point.INTENT_COPY}, peers=peer_with_the_scalars, brings=bring_the_scalars),
 }
 # fmt: on
 
@@ -251,7 +257,9 @@ class Attempts:
             self.scene.fault(self.v, self.world)
             self.struck = True
         process = promote(self.v, self.world)
-        recovered = process.attach(lambda mine: [mine, *self.scene.peers(self.v, process.retained)])
+        recovered = process.attach(
+            lambda mine: [mine, *self.scene.peers(self.v, process.retained)], lambda mine: [mine, self.scene.brings(self.v)]
+        )
         process.close()
         return recovered
 

@@ -123,3 +123,21 @@ def test_a_rank_that_never_comes_is_a_deadline():
     finally:
         service.kill()
         service.wait()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "text"),
+    [
+        (("--own-key",), r"IdentityError: rank 1 differs from rank 0, .*: session key: "),
+        (
+            ("--more-steps-on", 1),
+            r"IdentityError: rank 1 differs from rank 0, .*: session steps: the job runs with '2', this process with '3'",
+        ),
+        (("--own-weight",), r"UsageError: batch of step 1: ranks 0 and 1 feed the same part of \['weight'\] and have drawn different ones"),
+    ],
+    ids=["key", "steps", "batch"],
+)
+def test_what_ranks_must_have_alike_is_compared(arguments, text):
+    for item in together("tiny.py", "--steps", 2, *arguments):
+        assert item.returncode == 1
+        assert re.search(text, item.stderr), item.stderr

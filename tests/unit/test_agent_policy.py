@@ -63,7 +63,7 @@ def test_who_takes_over(shadow, action):
         (failure(), [failure("SIGSEGV")] * 9, Limits(without_progress=3), ""),
         (failure(), [failure()], Limits(without_progress=1), "SIGKILL 2 times after commit 7"),
         (failure(rank=1), [failure(rank=1)], Limits(without_progress=1), "SIGKILL 2 times after commit 7"),
-        (failure(rank=1), [failure(rank=0)], Limits(without_progress=1), ""),
+        (failure(rank=1), [failure(rank=0)], Limits(without_progress=1), "SIGKILL 2 times after commit 7"),
         (failure(), [], Limits(max_restarts=0), "0 restarts were made (--max-restarts 0)"),
         (failure(), [failure(step=1)], Limits(max_restarts=1), "1 restarts were made (--max-restarts 1)"),
         (failure(), [failure(step=1)], Limits(max_restarts=2), ""),
@@ -196,10 +196,12 @@ HUNG, STILL = Late(Kind.HANG, "no commit", NOW - 4 * S), Late(Kind.STOPPED, "sto
     ],
 )
 def test_of_ranks_that_wait_for_each_other_one_is_to_blame(ranks, late, blamed):
-    found = blame(dict(enumerate(ranks)), late)
+    found = blame(dict(enumerate(ranks)), late, NOW, 0)
     assert (None if found is None else found[0]) == blamed
+    patient = blame(dict(enumerate(ranks)), late, NOW, 10_000 * S)
+    assert patient == (None if found is not None and blamed not in late else found)  # of a body that has not been away for long enough
     for injected in late:
-        assert blame(dict(enumerate(ranks)), late, injected) == (injected, late[injected])
+        assert blame(dict(enumerate(ranks)), late, NOW, 0, injected) == (injected, late[injected])
     if found is not None and blamed not in late:
         assert found[1].why.startswith("the loop body kept the other ranks waiting (rank 0: no commit); wrap long work in ")
         assert found[1].since_ns == ranks[blamed].phase_since_ns

@@ -15,14 +15,13 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
-import zlib
 
 import pytest
 
 from leto_jax import errors
 from leto_jax.records import Kind, Record
 from leto_jax.rmu.log import Contents
-from leto_jax.rmu.recovery import Action, Life, Picture, Plan, plan
+from leto_jax.rmu.recovery import Action, Life, Loan, Picture, Plan, plan
 
 CHUNKS = 3
 NOW, NEXT, BAD = (11, 12, 13), (21, 22, 23), 99
@@ -158,7 +157,8 @@ SEVERAL = [
     (["c4 -",               "F"],                        "fill",         0,      None,         (),      (),    "the arenas were never completely filled (rank 0 LIVE, rank 1 FILLING)"),
     (["c4 -",               "E c4"],                     "refuse",       0,      None,         (),      (),    "rank 1: no valid record says what the arenas hold, but the log shows commit 4"),
     (["c4 -",               "-"],                        "refuse",       0,      None,         (),      (),    "no valid commit record in either log copy of rank 1"),
-    (["c4 -",               "c4 - !X"],                  "refuse",       0,      None,         (),      (),    "commit 4 on all ranks, no intent for step 5; rank 1: extras of commit 4 are lost and kept nowhere else"),
+    (["c4 -",               "c4 - !X"],                  "redo",         5,      None,         (),      (),    "commit 4 on all ranks, no intent for step 5"),
+    (["c4 - !X",            "c4 - !X"],                  "refuse",       0,      None,         (),      (),    "commit 4 on all ranks, no intent for step 5; rank 0: extras of commit 4 are lost and kept nowhere else"),
 ]
 # fmt: on
 
@@ -191,9 +191,9 @@ def test_several_ranks(row):
 
 
 def test_unknown_metrics_are_named_by_rank():
-    assert plan([picture("c4 -"), picture("c4 - !M"), picture("c4 g5 !M")], order).unknown_metrics == (1, 2)
-    assert plan([picture("c4 i5 g5 m0"), picture("c4 i5 g5 !m")], order).unknown_metrics == (1,)
-    assert plan([picture("c4 i5 g5"), picture("c4 i5 g5 !m")], order).action is Action.REVOKE
+    assert plan([picture("c4 - !M"), picture("c4 - !M"), picture("c4 g5 !M")], order).unknown_metrics == (0, 1, 2)
+    assert plan([picture("c4 i5 g5 m0 !m"), picture("c4 i5 g5 !m")], order).unknown_metrics == (0, 1)
+    assert plan([picture("c4 i5 g5 !m"), picture("c4 i5 g5 !m")], order).action is Action.REVOKE
     assert plan([picture("c4 i5 - !M")], order) == Plan(
         Action.REVOKE,
         "rank 0: gradients are of None, the intent of (5, 1); nothing of update 5 is in place",
@@ -203,43 +203,32 @@ def test_unknown_metrics_are_named_by_rank():
     )
 
 
-def with_scalars(text: str, now: bytes | None, then: bytes | None) -> Picture:
-    """A picture whose scalars of commit 4 and of step 5 are these bytes; None: those that the log speaks of."""
-    found, values = picture(text), {4: b"scalars of 4" if now is None else now, 5: b"scalars of 5" if then is None else then}
-    crcs = {step: (zlib.crc32(data), *found.digests[step][1:]) for step, data in values.items()}
-    right = {4: zlib.crc32(b"scalars of 4"), 5: zlib.crc32(b"scalars of 5")}
-    commits = frozenset(dataclasses.replace(c, body=(c.body[0], right.get(c.step, c.body[1]), *c.body[2:])) for c in found.log.commits)
-    intents = frozenset(dataclasses.replace(i, body=(right.get(i.step, i.body[0]), *i.body[1:])) for i in found.log.intents)
-    return dataclasses.replace(found, log=dataclasses.replace(found.log, commits=commits, intents=intents), digests=crcs, scalars=values)
-
-
 @pytest.mark.parametrize("begun", ["", " m0"])
 def test_scalars_of_the_step_come_from_a_rank_that_has_decided(begun):
-    decided, behind = with_scalars("c4 i5 g5", None, None), with_scalars("c4 g5", None, b"of step 3")
-    marks = frozenset(Record(Kind.MARK, 1, 5, 0, body=(next(iter(decided.log.intents)).crc,)) for _ in begun.split())
-    decided = dataclasses.replace(decided, log=dataclasses.replace(decided.log, marks=marks))
-    for pictures, lacking in (([decided, behind], 1), ([behind, decided], 0), ([behind, decided, behind], 2)):
+    decided, behind = picture("c4 i5 g5" + begun), picture("c4 g5 !s")
+    for pictures, lacking in (([decided, behind], [1]), ([behind, decided], [0]), ([behind, decided, behind], [0, 2])):
         found = plan(pictures, order)
         assert found.action is Action.ROLL_FORWARD, found
-        assert found.copied_scalars[lacking] == (5, b"scalars of 5")
-        assert lacking in found.copy_to
-        assert pictures.index(decided) not in found.copied_scalars
+        assert found.loans == tuple(Loan(rank, "scalars", 5, pictures.index(decided)) for rank in lacking)
+        assert found.copy_to == tuple(lacking)
 
 
-def test_lost_scalars_of_the_commit_come_from_a_replica():
-    whole, lost = with_scalars("c4 g5", None, b"x"), with_scalars("c4 g5", b"lost", b"y")
-    found = plan([lost, whole], order)
-    assert (found.action, found.copied_scalars) == (Action.REDO, {0: (4, b"scalars of 4")})
-    alone = plan([lost, lost], order)
-    assert alone.action is Action.REFUSE
-    assert "rank 0: scalars of commit 4 are lost and kept nowhere else" in alone.reason
+def test_lost_copies_of_the_commit_come_from_a_replica():
+    found = plan([picture("c4 g5 !S !X !M"), picture("c4 g5")], order)
+    assert (found.action, found.unknown_metrics) == (Action.REDO, ())
+    assert found.loans == tuple(Loan(0, name, 4, 1) for name in ("scalars", "extras", "metrics"))
+    crossed = plan([picture("c4 g5 !S"), picture("c4 g5 !X")], order)  # each has what the other one lacks
+    assert crossed.loans == (Loan(0, "scalars", 4, 1), Loan(1, "extras", 4, 0))
+    nowhere = plan([picture("c4 g5 !S"), picture("c4 g5 !S")], order)
+    assert nowhere.action is Action.REFUSE
+    assert "rank 0: scalars of commit 4 are lost and kept nowhere else" in nowhere.reason
 
 
 def test_a_picture_is_the_same_at_another_rank():
     for texts in [[row[0]] for row in ONE] + [row[0] for row in SEVERAL]:
         for text in texts:
             assert Picture.from_bytes(picture(text).to_bytes()) == picture(text)
-    full = with_scalars("c4 i5 g5 m0 m1 !g2 r4", None, bytes(range(256)))
+    full = picture("c4 i5 g5 m0 m1 !g2 r4")
     assert Picture.from_bytes(full.to_bytes()) == full
     for damaged in (b"", b"{}", full.to_bytes()[:-1], full.to_bytes().replace(b"4c45544f", b"4c45544e")):
         with pytest.raises(errors.RecordError, match="expected what another rank wrote"):

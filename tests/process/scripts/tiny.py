@@ -56,6 +56,9 @@ def options() -> argparse.Namespace:
     parser.add_argument("--cut", choices=CUTS, default="same", help="how parameters lie on several ranks")
     parser.add_argument("--peer-parity", type=int, default=0)
     parser.add_argument("--on-rank", type=int, default=0, help="the one that misbehaves")
+    parser.add_argument("--own-key", action="store_true", help="each rank its own")
+    parser.add_argument("--own-weight", action="store_true", help="a scalar in the batch, each rank its own")
+    parser.add_argument("--more-steps-on", type=int, default=-1, metavar="RANK")
     parser.add_argument("--other-width-on", type=int, default=-1, metavar="RANK")
     return parser.parse_args()
 
@@ -67,6 +70,8 @@ def behave_by_rank(args: argparse.Namespace) -> None:
             setattr(args, name, -1)
     if jax.process_index() == args.other_width_on:
         args.width *= 2
+    if jax.process_index() == args.more_steps_on:
+        args.steps += 1
 
 
 def model(width: int, frozen_gib: int):
@@ -82,7 +87,7 @@ def model(width: int, frozen_gib: int):
     def loss_fn(params, extras, batch, key):
         hidden = jnp.tanh(batch["x"] @ params["w0"] + params["b"])
         hidden = jnp.tanh(hidden @ params["w1"]) * jax.random.bernoulli(key, 0.9, (width,))
-        loss = jnp.mean((hidden @ params["w2"] - batch["y"]) ** 2)
+        loss = jnp.mean((hidden @ params["w2"] - batch["y"]) ** 2) * batch.get("weight", 1.0)
         return loss, ({"steps": extras["steps"] + 1}, {"double": 2 * loss})
 
     return init, loss_fn
@@ -106,7 +111,7 @@ def dataset(args: argparse.Namespace):
         x, y = rng.normal(size=(count, INPUTS)).astype(np.float32), rng.normal(size=(count, CLASSES)).astype(np.float32)
         if step == args.nan_at:
             x[0, 0] = np.nan
-        return {"x": x, "y": y}
+        return {"x": x, "y": y} | ({"weight": np.float32(1 + jax.process_index())} if args.own_weight else {})
 
     if args.data == "function":
         return batch
@@ -159,7 +164,15 @@ def main() -> None:
     if jax.process_count() > 1:
         sharding = leto.Sharding(jax.make_mesh((jax.device_count(),), ("data",)), CUTS[args.cut])
     protection = leto.Protection(chunk_bytes=1 << 30 if args.frozen_gib else 1 << 17, peer_parity=args.peer_parity)
-    with leto.session(init, step, dataset(args), key=jax.random.key(0), steps=args.steps, protection=protection, sharding=sharding) as s:
+    with leto.session(
+        init,
+        step,
+        dataset(args),
+        key=jax.random.key(jax.process_index() * args.own_key),
+        steps=args.steps,
+        protection=protection,
+        sharding=sharding,
+    ) as s:
         state = s.state
         for t, batch in s:
             if t == args.clear_backends_at:
