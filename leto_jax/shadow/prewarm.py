@@ -46,7 +46,7 @@ def rehearse(
     use: Sequence[Callable[[Retained, int], None]],
     ranks: Ranks = ALONE,
 ) -> str:
-    """Fills scratch arenas, trains two steps on zeros, crashes before the third update, recovers; then calls each of `use` with the result.
+    """Fills scratch arenas, trains two steps on zeros, crashes before the third update, recovers (CPU); then calls each of `use` with the result.
 
     So all programs, both address sets and the takeover path have run once, and the ranks are connected. Returns '' or why it was not done: too
     little memory, for one, on any rank.
