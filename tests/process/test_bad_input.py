@@ -408,7 +408,12 @@ def test_damaged_control_words(damaged):
     run, control = damaged
     failures, step = 0, 1
     for word in Word:
-        if word > Word.STALE_NS_TOTAL or word in (Word.CHECKPOINT_TAKEN, Word.INJECT_TAKEN, Word.INJECT_FIRED_NS, Word.INJECT_FIRED_STEP):
+        if word > Word.PEER_STALE_NS_TOTAL or word in (
+            Word.CHECKPOINT_TAKEN,
+            Word.INJECT_TAKEN,
+            Word.INJECT_FIRED_NS,
+            Word.INJECT_FIRED_STEP,
+        ):
             control[word] = GARBAGE
     for word in SEEN:
         step += 2
