@@ -119,6 +119,11 @@ def plan(pictures: Sequence[Picture], order) -> Plan:
         for rank, picture in enumerate(pictures):
             if picture.life is Life.EMPTY and picture.log.commit is not None:
                 return _refuse(f"rank {rank}: no valid record says what the arenas hold, but the log shows commit {picture.log.commit}")
+            if picture.life is Life.LIVE and len(picture.log.commits) > 1:  # all ranks are filled before one of them trains
+                blank = next(other for other, its in enumerate(pictures) if its.life is not Life.LIVE)
+                return _refuse(
+                    f"rank {rank} has trained to commit {picture.log.commit}, but the arenas of rank {blank} are {pictures[blank].life.name}"
+                )
         lives = ", ".join(f"rank {rank} {picture.life.name}" for rank, picture in enumerate(pictures))
         return Plan(Action.FILL, f"the arenas were never completely filled ({lives})")
     commits = []

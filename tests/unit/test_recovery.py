@@ -155,6 +155,7 @@ SEVERAL = [
     (["c4 g5",              "c5 -"],                     "refuse",       0,      None,         (),      (),    "rank 1 has begun update 5, but no rank shows its intent"),
     (["c4 i5 g5",           "c4 c5 i5 i6"],              "refuse",       0,      None,         (),      (),    "rank 1: the log shows INTENT 6, but no more than commit 4 everywhere"),
     (["c4 -",               "F"],                        "fill",         0,      None,         (),      (),    "the arenas were never completely filled (rank 0 LIVE, rank 1 FILLING)"),
+    (["F",                  "c3 c4 -"],                  "refuse",       0,      None,         (),      (),    "rank 1 has trained to commit 4, but the arenas of rank 0 are FILLING"),
     (["c4 -",               "E c4"],                     "refuse",       0,      None,         (),      (),    "rank 1: no valid record says what the arenas hold, but the log shows commit 4"),
     (["c4 -",               "-"],                        "refuse",       0,      None,         (),      (),    "no valid commit record in either log copy of rank 1"),
     (["c4 -",               "c4 - !X"],                  "redo",         5,      None,         (),      (),    "commit 4 on all ranks, no intent for step 5"),
