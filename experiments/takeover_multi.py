@@ -15,7 +15,6 @@ import json
 import os
 import random
 import signal
-import socket
 import statistics
 import subprocess
 import sys
@@ -32,6 +31,7 @@ from _result import JsonOption, cpu_device, git_commit, write_result
 from takeover_gpu import RESTART_SECS, SIZES
 
 from leto_jax.agent import client
+from leto_jax.agent.coordinator import HOST, free_port
 from leto_jax.config import compile_cache, state_root
 from leto_jax.errors import LetoError
 from leto_jax.goodput import journal
@@ -92,9 +92,7 @@ def _ready(job: str, process: subprocess.Popen, ranks: int) -> dict[int, int]:
 
 def _plain(words: list[str], ranks: int, environ: dict[str, str], **how: Any) -> list[subprocess.Popen]:
     """The ranks of a job of plain JAX."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        address = f"127.0.0.1:{free.getsockname()[1]}"
+    address = f"{HOST}:{free_port()}"
     script = str(Path(__file__).with_name("orbax_restart.py"))
     group = ["--coordinator", address, "--ranks", str(ranks)]
     return [subprocess.Popen([sys.executable, script, *words, *group, "--rank", str(rank)], env=environ, **how) for rank in range(ranks)]

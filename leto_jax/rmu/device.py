@@ -38,6 +38,7 @@ from leto_jax.records import BYTES, LOSS_WORD, SQUARES_WORD, Kind, Record
 from leto_jax.rmp.blocks import unsealed_record, void_record
 from leto_jax.rmu import placed, programs
 from leto_jax.rmu.log import COPIES
+from leto_jax.rmu.programs import Job
 from leto_jax.rmu.recovery import Life
 from leto_jax.rmu.retained import Retained
 from leto_jax.rmu.transaction import Observer, Transaction
@@ -417,16 +418,9 @@ class Drainer:
             guard.end_drain(piece, staged)
 
 
-def make_transaction(
-    retained: Retained,
-    run: Mapping[str, Callable],
-    epoch: int,
-    at: Observer = faults.reach,
-    rank: int = 0,
-    wait_for_peer: bool = False,
-) -> Transaction:
-    """The transaction that fits the programs of the job."""
-    return (DeviceTransaction if retained.job.in_place else Transaction)(retained, run, epoch, at, rank, wait_for_peer)
+def transaction_type(job: Job) -> type[Transaction]:
+    """The transaction that fits the programs of a job."""
+    return DeviceTransaction if job.in_place else Transaction
 
 
 def _words(record: Record) -> np.ndarray:

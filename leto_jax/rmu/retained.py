@@ -150,9 +150,9 @@ class Retained:
         """The gradient region's record, None while it is torn."""
         return self.device.record(self.region("gradient_header"), Kind.GRADIENTS)
 
-    def digest(self, step: int) -> tuple[int, ...]:
-        """CRC-32 of the scalars, extras and metrics that belong to `step`: what an intent refers to."""
-        return tuple(zlib.crc32(self._copied(name, step)) for name in COPIED)
+    def digest(self, step: int, names: Sequence[str] = COPIED) -> tuple[int, ...]:
+        """CRC-32 of the scalars, extras and metrics that belong to `step`, or of those `names`: what an intent refers to."""
+        return tuple(zlib.crc32(self._copied(name, step)) for name in names)
 
     def noted_sums(self) -> np.ndarray | None:
         """The checksums of the gradients that compute noted beside them, uint32[gradient parts, 2]; None if they are not those of the header."""

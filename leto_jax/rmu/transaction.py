@@ -151,7 +151,11 @@ class Transaction:
             self._device.store(Point.GRADIENT_SUMS, self.retained.region("gradient_sums"), sums)
         body = [records.float_bits(float(loss)), records.float_bits(float(sumsq)), zlib.crc32(np.ascontiguousarray(sums))]
         if self.retained.job.spread is not None:
-            body += [*self.retained.digest(step)[1:], self._last_intent, *(_crc([batch[n] for n in leaves]) for leaves, _ in self._alike)]
+            body += [
+                *self.retained.digest(step, ("extras", "metrics")),
+                self._last_intent,
+                *(_crc([batch[n] for n in leaves]) for leaves, _ in self._alike),
+            ]
         self._device.store_record(Point.GRADIENTS_STORED, header, Record(Kind.GRADIENTS, self.epoch, step, self.rank, tuple(body)))
 
     def decide(self, step: int) -> Record:

@@ -15,7 +15,7 @@ from leto_jax.distributed import ALONE, Ranks
 from leto_jax.manager import limits
 from leto_jax.records import Kind, Record
 from leto_jax.rmu import rollforward
-from leto_jax.rmu.device import make_transaction
+from leto_jax.rmu.device import transaction_type
 from leto_jax.rmu.programs import Job, structs
 from leto_jax.rmu.retained import Retained
 
@@ -89,7 +89,7 @@ def _rehearse(
 ) -> None:
     gpu = views.gpu_number(device)
     retained = Retained(job, arenas.device, arenas.host, arenas.metadata, device, arenas.peer)
-    transaction = make_transaction(retained, run, epoch=1, at=lambda *_: None, rank=rank)
+    transaction = transaction_type(job)(retained, run, epoch=1, at=lambda *_: None, rank=rank)
     if gpu is not None:
         transaction.scrub_bytes = 0  # scratch memory is mapped over and over: no page of it is what it was
     transaction.fill(0, *transaction.init(key))
@@ -110,7 +110,7 @@ def _rehearse(
     with contextlib.suppress(*unfit):
         transaction.decide(commit + 1)
     transaction.close()
-    again = make_transaction(retained, run, epoch=2, at=lambda *_: None, rank=rank)
+    again = transaction_type(job)(retained, run, epoch=2, at=lambda *_: None, rank=rank)
     if gpu is None:
         commit = rollforward.recover(retained, again).commit or 0
     else:

@@ -26,7 +26,7 @@ from leto_jax.faults import Phase
 from leto_jax.layout import LeafSpec
 from leto_jax.records import Kind
 from leto_jax.rmu import programs, rollforward
-from leto_jax.rmu.device import make_transaction
+from leto_jax.rmu.device import transaction_type
 from leto_jax.rmu.recovery import Action, Picture
 from leto_jax.rmu.retained import Retained
 from leto_jax.rmu.spread import Sharding
@@ -328,7 +328,7 @@ class Session:
             stages[name] = (time.monotonic_ns() - begin) / 1e9
 
         self._retained = Retained(self._job, arenas.device, arenas.host, arenas.metadata, self._device, arenas.peer)
-        self._transaction = make_transaction(
+        self._transaction = transaction_type(self._job)(
             self._retained,
             executables.over_ranks(self._job, run),
             epoch,

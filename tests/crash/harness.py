@@ -31,7 +31,7 @@ from leto_jax.layout import Layout, Piece
 from leto_jax.records import Kind, Record
 from leto_jax.rmp import checksum, reference
 from leto_jax.rmu import programs, rollforward
-from leto_jax.rmu.device import DRAIN_THREAD, make_transaction
+from leto_jax.rmu.device import DRAIN_THREAD, transaction_type
 from leto_jax.rmu.recovery import Action, Picture
 from leto_jax.rmu.retained import Retained
 from leto_jax.shadow import executables
@@ -194,7 +194,7 @@ class Incarnation:
         self.variant, self.arenas = variant, world.map()
         self.metadata = HostMetadata(self.arenas.metadata_arena)
         self.retained = Retained(variant.job, self.arenas.device, self.arenas.host, self.metadata, jax.devices()[0], self.arenas.peer)
-        self.transaction = make_transaction(self.retained, variant.run, self.metadata.epoch, wait_for_peer=True)
+        self.transaction = transaction_type(variant.job)(self.retained, variant.run, self.metadata.epoch, wait_for_peer=True)
         self.ring = Ring(self.arenas.host, variant.layout)
         self.commit = -1
 

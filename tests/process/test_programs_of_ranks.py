@@ -5,12 +5,13 @@ from __future__ import annotations
 import json
 import os
 import re
-import socket
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+
+from leto_jax.agent.coordinator import free_port
 
 SCRIPTS = Path(__file__).resolve().parent / "scripts"
 SECS = 120.0
@@ -29,12 +30,6 @@ sys.path.insert(0, sys.argv[4].rpartition("/")[0])
 sys.argv = sys.argv[4:]
 runpy.run_path(sys.argv[0], run_name="__main__")
 """
-
-
-def free_port() -> int:
-    with socket.socket() as found:
-        found.bind(("127.0.0.1", 0))
-        return found.getsockname()[1]
 
 
 def together(script: str, *arguments: object, ranks: int = 2) -> list[subprocess.CompletedProcess[str]]:

@@ -28,10 +28,8 @@ def of_rank(text: str, rank: int) -> Result:
 
 
 @functools.cache
-def undisturbed(root: str, ranks: int, steps: int, *arguments: str) -> list[Result]:
+def undisturbed(jobs: Jobs, ranks: int, steps: int, *arguments: str) -> list[Result]:
     """The same job without a failure and without shadows."""
-    del root
-    jobs = undisturbed.jobs  # type: ignore[attr-defined]
     run = jobs.run("--steps", steps, *arguments, options=("--nproc-per-node", ranks, "--shadow-level", 0))
     assert run.finish() == 0, run.err
     found = [of_rank(run.out, rank) for rank in range(ranks)]
@@ -48,8 +46,7 @@ def finish(run: Run, jobs: Jobs, ranks: int, steps: int, *arguments: str) -> Non
     """Lets the job go to its end; every rank must have what it has in a run in which nothing failed."""
     run.allow(steps + 1)
     assert run.finish() == 0, run.err
-    undisturbed.jobs = jobs  # type: ignore[attr-defined]
-    wanted = undisturbed(str(jobs.root), ranks, steps, *arguments)
+    wanted = undisturbed(jobs, ranks, steps, *arguments)
     assert [of_rank(run.out, rank) for rank in range(ranks)] == wanted
     assert [row["step"] for row in run.metrics()] == list(range(1, steps + 1))
     assert [item for item in run.events("fence") if item["remaining"]] == []
