@@ -120,7 +120,8 @@ def test_every_kind_of_failure(jobs):
         if limit is None:
             assert taken["detect_secs"] < 10  # of an exit: at once, on a machine that is not busy
         else:  # a published time, and a turn of the agent's loop on a busy machine
-            assert limit <= taken["detect_secs"] < limit + 1
+            armed_before = 0.5 if kind == "spin" else 0.0  # its deadline counts from the dispatch of compute, detect_secs from the fault
+            assert limit - armed_before <= taken["detect_secs"] < limit + 1
             assert run.status()["hang_deadline_secs"] >= Deadlines.hang_floor
     assert "leto_jax.shadow.inject.InjectedFault: injected at step" in run.err
     assert "RESOURCE_EXHAUSTED" in run.err
