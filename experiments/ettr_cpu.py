@@ -31,7 +31,7 @@ SHARES = (0.0, 0.25, 0.5, 0.75, 1.0)
 SPARES = ("--spares", "1000")
 WEIBULL_SHAPE = 0.7
 WAYS: dict[str, tuple[str, ...]] = {
-    "orbax": ("--recovery", "persistent"),
+    "orbax": ("--recovery", "persistent", *SPARES),
     "gemini+": ("--recovery", "host-memory+spare", "--copy-every", "auto", *SPARES),
     "leto": ("--copy-every", "auto", *SPARES),
     "leto, orbax": SPARES,  # its copies are checkpoints

@@ -627,7 +627,7 @@ class Agent:
                 "none is left" if self.settings.spares else "there is none; start with --spares 1 and --checkpoint-every or --copy-every",
             )
         if self._copied is None:
-            return False, "no copy of the state has been taken yet (--checkpoint-every, --copy-every)"
+            return True, "a spare begins anew, as no copy of the state has been taken yet"
         return True, f"a spare goes on from the newest copy, of step {self._copied} or later"
 
     def _move(self) -> None:

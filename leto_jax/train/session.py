@@ -338,14 +338,14 @@ class Session:
         )
         self._ring = Ring(arenas.host, self._job.layout)
         recovered = rollforward.recover(self._retained, self._transaction, stage, self._pictures, self._ranks.rank, self._exchange)
-        action, reason, copied = recovered.plan.action.value, recovered.plan.reason, False
+        action, reason, again = recovered.plan.action.value, recovered.plan.reason, False
         if recovered.plan.action is Action.FILL:
             self._at(Phase.INIT, 0, -1)  # no takeover: nothing was there
             found = self._newest()
-            copied = found is not None and self._process is not None and self._process.incarnation > 1
-            with stage("restore" if copied else "fill"):
+            again = self._process is not None and self._process.incarnation > 1 and (found is not None or self._failed_commit > 0)
+            with stage("restore" if again else "fill"):
                 self._commit = self._fill(found)
-            if copied:
+            if again:
                 action, reason = RESTORED, f"from step {self._commit}"
         else:
             assert recovered.commit is not None
@@ -357,7 +357,7 @@ class Session:
         with stage("data"):
             self._pending = self._reposition()
         self._takeover = None
-        if copied:
+        if again:
             self._takeover = self._way_back(stages, compiles)
         elif recovered.plan.action is not Action.FILL:
             self._takeover = _Takeover(time.monotonic_ns(), stages, compiles, action, reason, recovered.repaired_pages)

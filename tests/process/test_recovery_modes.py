@@ -133,6 +133,19 @@ def test_a_device_that_is_declared_inoperable_is_left_for_a_spare(jobs, tmp_path
     again.finish_as_if_nothing_had_happened(STEPS, run, like=("--data", "grain"))
 
 
+@pytest.mark.timeout(300)
+def test_a_spare_begins_anew_before_the_first_copy(jobs):
+    run = jobs.start(steps=STEPS, options=("--copy-every", 100, "--spares", 1))
+    run.inject_on_the_way("inoperable", "update")
+    found = run.wait_for("takeover")
+    assert (found["path"], found["plan"]) == ("spare", "restore")
+    assert found["lost_steps"] == found["step"] + 1
+    assert "a spare begins anew, as no copy of the state has been taken yet" in run.err
+    run.allow(STEPS + 1)
+    assert run.finish() == 0, run.err
+    assert run.result == alone("--steps", str(STEPS))
+
+
 def kept_memory(run) -> dict[str, int]:
     """What is kept, by name: number of the file behind each descriptor."""
     from leto_jax.manager import runtime
