@@ -80,6 +80,9 @@ def run(
     copy_every: Annotated[
         str, typer.Option("--copy-every", help="The same as --checkpoint-every for whole copies in the state manager's memory.")
     ] = "",
+    copies: Annotated[
+        int, typer.Option("--copies", help="How many ranks keep each rank's copies, itself one of them (--copy-every, --nproc-per-node).")
+    ] = Tiers.copies,
     mttf_secs: Annotated[
         float, typer.Option("--mttf-secs", help="Mean time between failures, for intervals that are auto.")
     ] = Tiers.mttf_secs,
@@ -154,10 +157,14 @@ def run(
         raise errors.UsageError(
             f"--resume: expected a directory of checkpoints, found {'a file' if resume.exists() else 'nothing'} at {resume}"
         )
-    tiers = Tiers(str(checkpoint_dir.absolute()) if checkpoint_dir else "", checkpoint_every, keep, not synchronous, copy_every, mttf_secs)
+    tiers = Tiers(
+        str(checkpoint_dir.absolute()) if checkpoint_dir else "", checkpoint_every, keep, not synchronous, copy_every, copies, mttf_secs
+    )
     _check_tiers(recovery, tiers, resume)
+    if not 1 <= copies <= nproc_per_node:
+        raise errors.UsageError(f"--copies: expected 1 to the number of ranks, {nproc_per_node}, found {copies}")
     if nproc_per_node > 1:
-        _check_ranks(nproc_per_node, recovery, tiers, spares, resume, debug, plan)
+        _check_ranks(nproc_per_node, debug, plan)
     environ = repeatable(os.environ) if deterministic else dict(os.environ)
     if plan:
         sys.exit(_plan(str(path), context.args, name, environ))
@@ -210,19 +217,9 @@ def _check_tiers(recovery: str, tiers: Tiers, resume: Path | None) -> None:
         )
 
 
-def _check_ranks(ranks: int, recovery: str, tiers: Tiers, spares: int, resume: Path | None, debug: bool, plan: bool) -> None:
+def _check_ranks(ranks: int, debug: bool, plan: bool) -> None:
     """Raises UsageError for what is for one rank only. Warns of more ranks than CPUs."""
-    given = {
-        f"--recovery {recovery}": recovery != IN_PLACE,
-        "--checkpoint-every": bool(tiers.every),
-        "--checkpoint-dir": bool(tiers.directory),
-        "--copy-every": bool(tiers.copies_every),
-        "--spares": spares > 0,
-        "--resume": resume is not None,
-        "--debug": debug,
-        "--plan": plan,
-    }
-    for option, used in given.items():
+    for option, used in {"--debug": debug, "--plan": plan}.items():
         if used:
             raise errors.UsageError(f"{option}: expected one rank with it, found --nproc-per-node {ranks}; leave one of the two out")
     if ranks > (cpus := len(os.sched_getaffinity(0))):

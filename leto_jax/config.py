@@ -123,12 +123,16 @@ class Interval(NamedTuple):
         raise errors.UsageError(f"{option}: expected a number of steps such as 100, seconds such as 30s, or auto, found {text!r}")
 
 
+TIERS = HOST_TIER, PERSISTENT_TIER = "host memory", "persistent"
+
+
 @dataclasses.dataclass(frozen=True)
 class Tiers:
     """Where copies of the state go while a job trains, and how often; '' for never (`Interval.parse`).
 
     directory, every, keep, asynchronous: the persistent tier, versions that stay, whether training goes on while one is written. copies_every:
-    of the tier in the host memory of the state manager. mttf_secs: mean time between failures, for what is tuned.
+    of the tier in the host memory of the state manager; copies: how many ranks keep each rank's, itself one of them. mttf_secs: mean time
+    between failures, for what is tuned.
     """
 
     directory: str = ""
@@ -136,6 +140,7 @@ class Tiers:
     keep: int = 2
     asynchronous: bool = True
     copies_every: str = ""
+    copies: int = 1
     mttf_secs: float = 3600.0
 
 
@@ -145,7 +150,8 @@ class Process:
 
     role: 'trainer', 'shadow', or 'plan' (prints the memory plan at its session and ends). resume: directory of checkpoints to start from, ''
     for none. shadow: whether the job has shadows. recovery: one of RECOVERY. ranks: of the job; all processes of one incarnation are its
-    generation. coordinator: 'host:port' where they meet, '' if there is one rank.
+    generation. coordinator: 'host:port' where they meet, '' if there is one rank. gpu: the one to drive if there are GPUs, of those that CUDA
+    shows; None for the only one.
     """
 
     job: str
@@ -161,6 +167,7 @@ class Process:
     ranks: int = 1
     coordinator: str = ""
     wait_for_parity: bool = False
+    gpu: int | None = None
 
     @staticmethod
     def from_environ(environ: Mapping[str, str] = os.environ) -> Process | None:
@@ -193,6 +200,7 @@ class Process:
             ranks=int(environ.get("LETO_RANKS", "1")),
             coordinator=environ.get("LETO_COORDINATOR", ""),
             wait_for_parity=environ.get("LETO_WAIT_FOR_PARITY", "0") == "1",
+            gpu=int(environ["LETO_GPU"]) if environ.get("LETO_GPU") else None,
         )
 
     def environ(self) -> dict[str, str]:
@@ -211,6 +219,7 @@ class Process:
             "LETO_RANKS": str(self.ranks),
             "LETO_COORDINATOR": self.coordinator,
             "LETO_WAIT_FOR_PARITY": str(int(self.wait_for_parity)),
+            "LETO_GPU": "" if self.gpu is None else str(self.gpu),
         }
 
 

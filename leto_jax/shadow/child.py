@@ -36,6 +36,8 @@ def main() -> None:
         guardian.start()
     if process.ranks > 1 and process.role != "plan":
         distributed.join(process.coordinator, process.rank, process.ranks, MEET_SECS)
+    if process.gpu is not None:
+        distributed.drive(process.gpu)
     script = sys.argv[1]
     sys.argv = sys.argv[1:]
     sys.path[0] = str(Path(script).resolve().parent)

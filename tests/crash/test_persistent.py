@@ -46,7 +46,7 @@ def equal(a: Frozen, b: Frozen) -> bool:
         for name in frozen.GROUPS
         for x, y in zip(a.leaves[name], b.leaves[name], strict=True)
     )
-    return same and (a.step, a.position) == (b.step, b.position)
+    return same and (a.step, a.positions) == (b.step, b.positions)
 
 
 @pytest.fixture(scope="module")
@@ -184,7 +184,7 @@ def large():
             name: [np.full(spec.shape, step % 251, jnp.dtype(spec.dtype)) for spec in group]
             for name, group in frozen.form_of(job).specs.items()
         }
-        return Frozen(step, leaves, b"%d" % step)
+        return Frozen(step, leaves, (b"%d" % step,))
 
     return job, make
 
@@ -223,7 +223,7 @@ def test_a_checkpoint_that_plain_orbax_has_written_is_resumed_from(tmp_path, ite
         manager.save(2, args=args if item == "default" else ocp.args.Composite(**{item: args}))
         manager.wait_until_finished()
     found = persistent.restore(form, tmp_path / "theirs")
-    assert equal(found, dataclasses.replace(kept, position=b""))
+    assert equal(found, dataclasses.replace(kept, positions=(b"",)))
     with pytest.raises(errors.LayoutError, match=r"theirs/2 (has no|holds) "):
         persistent.restore(frozen.form_of(variant("lamb").job), tmp_path / "theirs")
 

@@ -332,15 +332,12 @@ def test_a_stale_runtime_directory(jobs):
 WRONG_VALUES = {
     ("run", "nowhere.py"): "script: expected a Python file, found nothing at 'nowhere.py'",
     ("run", "--job", "a/b", TINY): "a job name is 1 to 64 of the characters",
+    ("run", "--copy-every", 5, "--copies", 2, TINY): "--copies: expected 1 to the number of ranks, 1, found 2",
     ("run", "--nproc-per-node", 0, TINY): "--nproc-per-node: expected 1 or more, found 0",
     **{
         ("run", "--nproc-per-node", 2, *options, TINY): f"{named}: expected one rank with it, found --nproc-per-node 2"
         for named, options in {
             "--recovery none": ("--recovery", "none"),
-            "--checkpoint-every": ("--checkpoint-every", 5, "--checkpoint-dir", "new"),
-            "--checkpoint-dir": ("--checkpoint-dir", "new"),
-            "--copy-every": ("--copy-every", 5),
-            "--resume": ("--resume", "."),
             "--debug": ("--debug",),
         }.items()
     },

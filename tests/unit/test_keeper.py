@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from leto_jax import errors
-from leto_jax.checkpoint import keeper, persistent
+from leto_jax.checkpoint import frozen, keeper, persistent
 from leto_jax.checkpoint.frozen import Form
 from leto_jax.checkpoint.interval import daly_interval_secs
 from leto_jax.checkpoint.keeper import Keeper, Schedule
@@ -45,7 +45,7 @@ def test_what_is_no_interval_is_refused(text):
 
 
 def due_steps(every: str, step_secs: float, cost_secs: float, steps: int, first: int = 0, mttf_secs: float = 100.0) -> list[int]:
-    schedule, now, found = Schedule(Interval.parse(every, "--x"), mttf_secs), 0.0, []
+    schedule, now, found = Schedule(Interval.parse(every, "--x"), mttf_secs, first, 0.0), 0.0, []
     for step in range(first, steps + 1):
         if schedule.due(step, now):
             now += cost_secs
@@ -72,6 +72,15 @@ def test_tuned():
     assert np.all(np.diff(found) == np.ceil(interval))
 
 
+def whole(step, leaves, position):
+    state = frozen.copy(step, leaves, position)
+    return lambda: state
+
+
+def serve(made: Keeper, step: int) -> None:
+    made.take(made.due(step), step, leaves_at(step), lambda: b"")
+
+
 def keep(tmp_path, monkeypatch, asynchronous: bool):
     told, gate = [], threading.Event()
     real = persistent.save
@@ -83,13 +92,13 @@ def keep(tmp_path, monkeypatch, asynchronous: bool):
     if asynchronous:
         monkeypatch.setattr(persistent, "save", slow)
     tiers = Tiers(str(tmp_path / "saved"), "1", keep=2, asynchronous=asynchronous)
-    return Keeper(FORM, tiers, None, lambda **fields: told.append(fields)), told, gate
+    return Keeper(FORM, tiers, 0, None, whole, lambda **fields: told.append(fields)), told, gate
 
 
 def test_training_goes_on_beside_a_checkpoint_and_none_is_begun_meanwhile(tmp_path, monkeypatch):
     made, told, gate = keep(tmp_path, monkeypatch, asynchronous=True)
     for step in range(4):
-        made.serve(step, leaves_at(step), lambda: b"")
+        serve(made, step)
     assert told == []
     gate.set()
     made.close()
@@ -103,7 +112,7 @@ def test_training_goes_on_beside_a_checkpoint_and_none_is_begun_meanwhile(tmp_pa
 def test_a_synchronous_one_is_waited_for(tmp_path, monkeypatch):
     made, told, _ = keep(tmp_path, monkeypatch, asynchronous=False)
     for step in range(4):
-        made.serve(step, leaves_at(step), lambda: b"")
+        serve(made, step)
     assert [item["commit"] for item in told] == [1, 2, 3]
     assert all(item["stall_secs"] == item["secs"] > 0 for item in told)
     assert persistent.versions(tmp_path / "saved") == [3, 2]
@@ -113,8 +122,8 @@ def test_a_synchronous_one_is_waited_for(tmp_path, monkeypatch):
 def test_a_copy_that_cannot_be_written_is_said_and_training_goes_on(tmp_path, monkeypatch, capsys):
     made, told, _ = keep(tmp_path, monkeypatch, asynchronous=False)
     (tmp_path / "saved").write_text("in the way")
-    made.serve(0, leaves_at(0), lambda: b"")
-    made.serve(1, leaves_at(1), lambda: b"")
+    serve(made, 0)
+    serve(made, 1)
     assert "the checkpoint of step 1 cannot be written" in told[0]["error"]
     assert "leto: no copy of step 1 (persistent): the checkpoint of step 1 cannot be written" in capsys.readouterr().err
     made.close()
@@ -123,8 +132,8 @@ def test_a_copy_that_cannot_be_written_is_said_and_training_goes_on(tmp_path, mo
 def test_what_nobody_expected_reaches_the_trainer(tmp_path, monkeypatch):
     made, _, gate = keep(tmp_path, monkeypatch, asynchronous=True)
     monkeypatch.setattr(persistent, "save", lambda *arguments: 1 / 0)
-    made.serve(0, leaves_at(0), lambda: b"")
-    made.serve(1, leaves_at(1), lambda: b"")
+    serve(made, 0)
+    serve(made, 1)
     gate.set()
     with pytest.raises(ZeroDivisionError):
         made.close()
@@ -132,6 +141,6 @@ def test_what_nobody_expected_reaches_the_trainer(tmp_path, monkeypatch):
 
 def test_a_process_is_told_of_its_tiers(tmp_path):
     process = Process(
-        "j", "trainer", 0, tmp_path / "s", 2, tmp_path, recovery="host-memory", tiers=Tiers("d", "30s", 3, False, "auto", 60.0)
+        "j", "trainer", 0, tmp_path / "s", 2, tmp_path, recovery="host-memory", tiers=Tiers("d", "30s", 3, False, "auto", 2, 60.0)
     )
     assert Process.from_environ(process.environ()) == process
