@@ -34,7 +34,7 @@ def main() -> None:
     guardian = Guardian(process) if process.role != "plan" else None
     if guardian is not None:
         guardian.start()
-    if process.ranks > 1 and process.role != "plan":
+    if process.ranks > 1:
         distributed.join(process.coordinator, process.rank, process.ranks, MEET_SECS)
     if process.gpu is not None:
         distributed.drive(process.gpu)

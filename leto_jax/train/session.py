@@ -193,7 +193,9 @@ class Session:
         in_place = None if self._gpu is None else self._device
         self._job = programs.trace(self._init, self._step.spec, batch, key, protection, in_place, self._sharding)
         if self._process is not None and self._process.role == "plan":
-            budget.print_plan(self._job.layout, self._gpu)
+            if self._ranks.rank == 0:
+                budget.print_plan(self._job.layout, self._gpu)
+            self._ranks.agree("the plan", "", PROGRAMS_DEADLINE_SECS)  # nobody ends while another one still comes
             raise SystemExit(0)
         lowered = executables.lower(self._job)
         self._compiles = count_compiles()
