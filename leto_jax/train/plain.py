@@ -101,6 +101,7 @@ class PlainSession(Session):
         stages = {"restore": (time.monotonic_ns() - began) / 1e9}
         self._first, self._pending, self._last_loss = self._commit, {}, float("nan")
         self._last_metrics: dict[str, jax.Array] = {}
+        self._keep()
         self._announce(self._commit)
         self._ranks.agree("at a commit", "", PROGRAMS_DEADLINE_SECS)
         self.state = self._view()
@@ -108,7 +109,6 @@ class PlainSession(Session):
         self._rows = MetricsFile(process.job_dir / METRICS_FILE if process.rank == 0 else None, self._commit)
         control[Word.COMMIT] = self._commit
         member.event("attached", commit=self._commit, action=RESTORED if found else "fill", reason="", stages=stages)
-        self._keep()
         control.enter(Phase.BODY)
 
     def _compile_plainly(self, key: jax.Array, example: PyTree) -> Callable[[jax.Array], Groups]:

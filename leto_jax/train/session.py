@@ -351,6 +351,7 @@ class Session:
         else:
             assert recovered.commit is not None
             self._commit = recovered.commit
+        self._keep()
         self._announce(self._commit)
         self._ranks.agree("at a commit", "", PROGRAMS_DEADLINE_SECS)  # a revocation counts on all ranks before one of them computes
         filled = self._retained.metadata.latest(Kind.LIFE)
@@ -370,7 +371,6 @@ class Session:
             self._control[Word.COMMIT] = self._commit
         if self._member is not None:
             self._member.event("attached", commit=self._commit, action=action, reason=reason, stages=stages)
-        self._keep()
         if self._control is not None:
             self._control.enter(Phase.BODY)  # what the script does from here on is its own
 

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import json
 import signal
-import subprocess
-import sys
 
 import pytest
-from jobs import END_SECS, leto, wait_until
+from jobs import END_SECS, leto, read_plainly, shapes, wait_until
+from test_checkpoint import SHAPES
 from test_training_on_ranks import finish, of_rank, start, undisturbed
 
 from leto_jax.arena.memory import HostArena
@@ -18,22 +16,6 @@ from leto_jax.records import Kind
 
 pytestmark = pytest.mark.timeout(600)
 STEPS = 8
-# What somebody does who has never heard of leto: step, and a digest of each leaf.
-PLAIN = """
-import sys, json, hashlib, numpy as np, jax, orbax.checkpoint as ocp
-with ocp.CheckpointManager(sys.argv[1], item_names=("state", "iterator", "metadata")) as manager:
-    step = manager.latest_step()
-    state = manager.restore(step, args=ocp.args.Composite(state=ocp.args.StandardRestore())).state
-assert "leto_jax" not in sys.modules
-leaves = {jax.tree_util.keystr(path): np.asarray(leaf) for path, leaf in jax.tree_util.tree_leaves_with_path(state)}
-print(json.dumps([step, {path: [list(x.shape), hashlib.sha256(x.tobytes()).hexdigest()] for path, x in leaves.items()}]))
-"""
-
-
-def plainly(directory) -> list:
-    done = subprocess.run([sys.executable, "-c", PLAIN, str(directory)], capture_output=True, text=True, timeout=120, check=False)
-    assert done.returncode == 0, done.stderr
-    return json.loads(done.stdout.strip().splitlines()[-1])
 
 
 def save(jobs, directory) -> None:
@@ -50,37 +32,37 @@ def save(jobs, directory) -> None:
 
 
 def test_two_ranks_are_written_as_one_state_and_go_on_to_the_bit(jobs, tmp_path):
+    """By a job that gets a SIGTERM; then by a fresh process when all trainers and the agent are dead."""
     save(jobs, tmp_path / "saved")
-    step, leaves = plainly(tmp_path / "saved")
-    assert step == 6
-    assert {path: shape for path, (shape, _) in leaves.items() if path.startswith("['params']")} == {
-        "['params']['b']": [256], "['params']['w0']": [64, 256], "['params']['w1']": [256, 256], "['params']['w2']": [256, 10]
-    }  # fmt: skip
-    again = start(jobs, 2, STEPS, "--cut", "rows", options=("--shadow-level", 0, "--resume", tmp_path / "saved"))
-    again.allow(STEPS + 1)
-    assert again.finish() == 0, again.err
-    assert again.err.count(f"leto: resumed from step 6 of {tmp_path / 'saved'}") == 2
+    shown = read_plainly(tmp_path / "saved")
+    assert shown["step"] == 6
+    assert shapes(shown, "params") == {f"['params']['{name}']": shape for name, shape in SHAPES.items()}
+    second = start(jobs, 2, STEPS, "--cut", "rows", options=("--shadow-level", 0, "--resume", tmp_path / "saved"))
+    second.wait_for_step(7)  # it waits in the body
+    second.kill_agent()
+    wait_until(lambda: not second.carriers(), END_SECS, "the agent's processes to end")
+    written = leto("checkpoint", "--job", second.job, tmp_path / "again")
+    assert (written.returncode, written.stdout) == (0, f"step 7 of job {second.job} is in {tmp_path / 'again'}\n"), written.stderr
+    assert leto("stop", "--job", second.job).returncode == 0
+    third = start(jobs, 2, STEPS, "--cut", "rows", options=("--shadow-level", 0, "--resume", tmp_path / "again"))
+    third.allow(STEPS + 1)
+    assert third.finish() == 0, third.err
+    assert [run.err.count("leto: resumed from step ") for run in (second, third)] == [2, 2]
     for rank, whole in enumerate(undisturbed(jobs, 2, STEPS, "--cut", "rows")):
-        found = of_rank(again.out, rank)
-        assert (found.final, found.losses) == (whole.final, {step: loss for step, loss in whole.losses.items() if step > 6})
+        assert of_rank(third.out, rank).final == whole.final
+        assert (of_rank(second.out, rank).losses | of_rank(third.out, rank).losses) == {step: whole.losses[step] for step in (7, 8)}
 
 
 @pytest.mark.parametrize("ranks", [1, pytest.param(2, marks=pytest.mark.slow), pytest.param(4, marks=pytest.mark.slow)])
 def test_any_number_of_ranks_goes_on_from_a_state_and_writes_it_again(jobs, tmp_path, ranks):
-    """Killed with its agent before the first step: what a fresh process writes then is what was read, leaf by leaf."""
+    """At once, since the cost of a checkpoint is not known yet: what is written then is what was read, leaf by leaf."""
     save(jobs, tmp_path / "saved")
-    run = start(jobs, ranks, STEPS, "--cut", "tensor", options=("--shadow-level", 0, "--resume", tmp_path / "saved"))
-    assert [run.wait_for("attached", rank + 1)["commit"] for rank in range(ranks)] == [6] * ranks
-    run.kill_agent()
-    wait_until(lambda: not run.carriers(), END_SECS, "the agent's processes to end")
-    step = leto("checkpoint", "--job", run.job, tmp_path / "again")
-    assert step.returncode == 0, step.stderr
-    before, after = plainly(tmp_path / "saved"), plainly(tmp_path / "again")
-    if after[0] == 6:
-        assert after == before
-    else:  # it was in its first step
-        assert {path: shape for path, (shape, _) in after[1].items()} == {path: shape for path, (shape, _) in before[1].items()}
-    assert leto("stop", "--job", run.job).returncode == 0
+    tiers = ("--checkpoint-dir", tmp_path / "again", "--checkpoint-every", "auto")
+    run = start(jobs, ranks, STEPS, "--cut", "tensor", options=("--shadow-level", 0, "--resume", tmp_path / "saved", *tiers))
+    assert run.wait_for("saved")["commit"] == 6
+    assert read_plainly(tmp_path / "again", 6) == read_plainly(tmp_path / "saved")
+    run.allow(STEPS + 1)
+    assert run.finish() == 0, run.err
 
 
 def damage_the_newer(run, name: str) -> int:
