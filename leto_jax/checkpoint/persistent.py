@@ -200,13 +200,22 @@ def _leaves(form: Form, tree: dict[str, Any]) -> dict[str, list[np.ndarray]]:
 
 @contextlib.contextmanager
 def _manager(path: Path, keep: int | None, read_only: bool = False) -> Iterator[Any]:
-    """An Orbax manager of the directory; what it has to say on being opened is not for our users."""
+    """An Orbax manager of the directory; what it has to say on being opened is not for our users. This process is by itself there, also where it
+    is one of several ranks: Orbax must not wait for the others in a collective."""
     ocp, log = _orbax(), logging.getLogger("absl")
-    level = log.level
+    level, own = log.level, jax.process_index()
     log.setLevel(logging.ERROR)
     try:
+        if not read_only:
+            path.mkdir(parents=True, exist_ok=True)
         options = ocp.CheckpointManagerOptions(
-            max_to_keep=keep, create=not read_only, read_only=read_only, enable_async_checkpointing=False
+            max_to_keep=keep,
+            create=False,
+            read_only=read_only,
+            enable_async_checkpointing=False,
+            multiprocessing_options=ocp.options.MultiprocessingOptions(
+                primary_host=own, active_processes={own}, barrier_sync_key_prefix=f"leto{own}"
+            ),
         )
         with ocp.CheckpointManager(path, item_names=ITEMS, options=options) as manager:
             yield manager

@@ -558,20 +558,20 @@ class Session:
         assert member is not None
         from leto_jax.checkpoint import persistent
 
+        asked, begin, problem = control[Word.CHECKPOINT_ASKED], time.monotonic(), ""
+        directory, last = member.checkpoint_request()
         with self.section("checkpoint", CHECKPOINT_SECS):
-            if self._ranks.rank:
-                self._freeze(self._commit, self._leaves, self._position())()
-                return
-            asked, begin, problem = control[Word.CHECKPOINT_ASKED], time.monotonic(), ""
-            directory, last = member.checkpoint_request()
             try:
                 state = self._freeze(self._commit, self._leaves, self._position())()
-                assert state is not None
-                persistent.save(self._form.whole, state, directory)
+                if state is not None:
+                    persistent.save(self._form.whole, state, directory)
             except errors.LetoError as exception:
                 problem = str(exception)
-        control[Word.CHECKPOINT_TAKEN] = asked
-        member.event("checkpoint", commit=self._commit, path=directory, secs=time.monotonic() - begin, error=problem)
+        if self._ranks.rank == 0:
+            control[Word.CHECKPOINT_TAKEN] = asked
+            member.event("checkpoint", commit=self._commit, path=directory, secs=time.monotonic() - begin, error=problem)
+        elif problem:
+            print(f"leto: no part of checkpoint {self._commit}: {problem}", file=sys.stderr, flush=True)
         if last:
             time.sleep(LAST_SECS)  # the agent ends this process; no step is trained that nobody would see
 

@@ -95,19 +95,6 @@ def files_of(version: Path) -> list[Path]:
 # What tensorstore still had in flight when Orbax gave up on a read comes back to an event loop that is closed.
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
 @pytest.mark.parametrize("how", ["damaged", "cut short", "deleted"])
-def test_a_damaged_version_is_written_anew_when_its_step_comes_once_more(two, tmp_path):
-    v = variant("adamw")
-    shutil.copytree(two, tmp_path / "saved")
-    for path in (tmp_path / "saved" / "2" / "state").rglob("*"):
-        if path.is_file() and path.stat().st_size > 256:
-            path.write_bytes(path.read_bytes()[:-8] + b"\xff" * 8)
-    form, said = frozen.form_of(v.job), []
-    assert persistent.restore(form, tmp_path / "saved", said.append).step == 1
-    assert said
-    persistent.save(form, state_at(v, 2), tmp_path / "saved")
-    assert equal(persistent.restore(form, tmp_path / "saved", lambda text: pytest.fail(text)), state_at(v, 2))
-
-
 def test_a_damaged_version_is_passed_over_for_the_next_older_one(two, how, tmp_path):
     """Each file of the newest version in turn, in several places."""
     v, rng, warned = variant("adamw"), random.Random(SEED), 0
@@ -136,6 +123,19 @@ def test_a_damaged_version_is_passed_over_for_the_next_older_one(two, how, tmp_p
         warned += found.step == 1
         shutil.rmtree(copy)
     assert warned
+
+
+def test_a_damaged_version_is_written_anew_when_its_step_comes_once_more(two, tmp_path):
+    v = variant("adamw")
+    shutil.copytree(two, tmp_path / "saved")
+    for path in (tmp_path / "saved" / "2" / "state").rglob("*"):
+        if path.is_file() and path.stat().st_size > 256:
+            path.write_bytes(path.read_bytes()[:-8] + b"\xff" * 8)
+    form, said = frozen.form_of(v.job), []
+    assert persistent.restore(form, tmp_path / "saved", said.append).step == 1
+    assert said
+    persistent.save(form, state_at(v, 2), tmp_path / "saved")
+    assert equal(persistent.restore(form, tmp_path / "saved", lambda text: pytest.fail(text)), state_at(v, 2))
 
 
 def test_nothing_that_is_good(two, tmp_path):
