@@ -18,7 +18,7 @@ import optax
 from leto_jax import errors
 from leto_jax.arena.control import Word
 from leto_jax.checkpoint.frozen import GROUPS, Form
-from leto_jax.config import METRICS_FILE
+from leto_jax.config import METRICS_FILE, Level
 from leto_jax.faults import Phase
 from leto_jax.layout import LeafSpec
 from leto_jax.rmu import programs
@@ -87,14 +87,15 @@ class PlainSession(Session):
 
         shapes = jax.eval_shape(described, self._key)
         self._form = Form(specs, {name: jax.tree_util.tree_structure(tree) for name, tree in zip(GROUPS, shapes, strict=True)})
+        if process.role == "shadow":
+            member.wait_at(Level.DEVICE)
         step = jax.jit(plain_step(self._step.spec), donate_argnums=0)
         self._run = step.lower(shapes, example, self._key, jnp.int32(0)).compile()
         control = self._control = member.control()
         self._injector = Injector(control, 1, self._gpu)
-        if process.role == "shadow":
+        if process.role == "shadow" and member.promotion is None:
             self._rehearse_plainly(make, example)
-            member.event("ready", level=3, note="", bytes=0)
-            member.wait_for_promotion()
+            member.wait_at(Level.LOADED)
         began, compiles = time.monotonic_ns(), self._compiles()
         self._claim()
         self._at(Phase.INIT, 0, -1)
@@ -147,7 +148,7 @@ class PlainSession(Session):
     def _drawn(self, step: int, position: bytes, batch: PyTree) -> None:
         pass
 
-    def _advance(self, step: int, leaves: Sequence[np.ndarray]) -> None:
+    def _advance(self, step: int, leaves: Sequence[np.ndarray]) -> int:
         self._at(Phase.COMPUTE, step, -1)
         batch = jax.tree_util.tree_unflatten(self._batch_form[1], leaves)
         self._groups, loss, metrics, finite = self._run(self._groups, batch, self._key, jnp.int32(step))
@@ -159,6 +160,7 @@ class PlainSession(Session):
             )
         self._at(Phase.DRAIN, step, -1)
         self._at(Phase.BODY, step, -1)
+        return 0
 
     def _view(self) -> State:
         return _state(self._groups, self._commit)
