@@ -26,7 +26,7 @@ import typer
 from _result import JsonOption, cpu_device, git_commit, write_result
 from _runs import Failure
 
-INTERVALS = (5, 10, 20, 40, 80)
+INTERVALS = (2, 5, 10, 20, 40)
 SHARES = (0.0, 0.25, 0.5, 0.75, 1.0)
 SPARES = ("--spares", "1000")
 WEIBULL_SHAPE = 0.7
@@ -99,7 +99,7 @@ def draw(rows: list[dict[str, Any]], path: Path) -> None:
 def main(
     part: Annotated[str, typer.Option(help="interval, hof, trace or all.")] = "all",
     steps: Annotated[int, typer.Option(min=10)] = 100,
-    every_secs: Annotated[float, typer.Option(help="Mean time between failures.")] = 20.0,
+    every_secs: Annotated[float, typer.Option(help="Mean time between failures.")] = 30.0,
     small: Annotated[bool, typer.Option("--small", help="Try the script with a tiny model: its figures mean nothing.")] = False,
     seed: int = 0,
     json_path: JsonOption = None,

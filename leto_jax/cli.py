@@ -10,7 +10,6 @@ import json as jsonlib
 import os
 import sys
 import uuid
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -87,6 +86,9 @@ def run(
     copy_every: Annotated[
         str, typer.Option("--copy-every", help="The same as --checkpoint-every for whole copies in the state manager's memory.")
     ] = "",
+    copies: Annotated[
+        int, typer.Option("--copies", help="How many ranks keep each rank's copies, itself one of them (--copy-every, --nproc-per-node).")
+    ] = Tiers.copies,
     mttf_secs: Annotated[
         float, typer.Option("--mttf-secs", help="Mean time between failures, for intervals that are auto.")
     ] = Tiers.mttf_secs,
@@ -166,13 +168,20 @@ def run(
         raise errors.UsageError(
             f"--resume: expected a directory of checkpoints, found {'a file' if resume.exists() else 'nothing'} at {resume}"
         )
-    tiers = Tiers(str(checkpoint_dir.absolute()) if checkpoint_dir else "", checkpoint_every, keep, not synchronous, copy_every, mttf_secs)
+    tiers = Tiers(
+        str(checkpoint_dir.absolute()) if checkpoint_dir else "", checkpoint_every, keep, not synchronous, copy_every, copies, mttf_secs
+    )
     _check_tiers(recovery, tiers, resume)
+    if not 1 <= copies <= nproc_per_node:
+        raise errors.UsageError(f"--copies: expected 1 to the number of ranks, {nproc_per_node}, found {copies}")
     if nproc_per_node > 1:
-        _check_ranks(nproc_per_node, recovery, tiers, spares, resume, debug, plan)
+        _check_ranks(nproc_per_node, debug)
     environ = repeatable(os.environ) if deterministic else dict(os.environ)
+    deadlines = Deadlines(orphan_timeout=orphan_timeout_secs, body=body_timeout_secs, hang_floor=hang_floor_secs, init=init_timeout_secs)
     if plan:
-        sys.exit(_plan(str(path), context.args, name, environ))
+        from leto_jax.agent.plan import plan as show_plan
+
+        sys.exit(show_plan([str(path), *context.args], name, nproc_per_node, environ, deadlines))
     settings = Settings(
         job=name,
         script=str(path.absolute()),
@@ -182,7 +191,7 @@ def run(
         shadow=shadow_level != "0" and not debug,
         shadow_level=shadow_level,
         limits=Limits(max_restarts, max_restarts_without_progress),
-        deadlines=Deadlines(orphan_timeout=orphan_timeout_secs, body=body_timeout_secs, hang_floor=hang_floor_secs, init=init_timeout_secs),
+        deadlines=deadlines,
         debug=debug,
         resume=str(resume.absolute()) if resume else "",
         recovery=recovery,
@@ -223,35 +232,12 @@ def _check_tiers(recovery: str, tiers: Tiers, resume: Path | None) -> None:
         )
 
 
-def _check_ranks(ranks: int, recovery: str, tiers: Tiers, spares: int, resume: Path | None, debug: bool, plan: bool) -> None:
+def _check_ranks(ranks: int, debug: bool) -> None:
     """Raises UsageError for what is for one rank only. Warns of more ranks than CPUs."""
-    given = {
-        f"--recovery {recovery}": recovery != IN_PLACE,
-        "--checkpoint-every": bool(tiers.every),
-        "--checkpoint-dir": bool(tiers.directory),
-        "--copy-every": bool(tiers.copies_every),
-        "--spares": spares > 0,
-        "--resume": resume is not None,
-        "--debug": debug,
-        "--plan": plan,
-    }
-    for option, used in given.items():
-        if used:
-            raise errors.UsageError(f"{option}: expected one rank with it, found --nproc-per-node {ranks}; leave one of the two out")
+    if debug:
+        raise errors.UsageError(f"--debug: expected one rank with it, found --nproc-per-node {ranks}; leave one of the two out")
     if ranks > (cpus := len(os.sched_getaffinity(0))):
         print(f"leto: --nproc-per-node {ranks}: only {cpus} CPUs are there, ranks will wait for each other", file=sys.stderr, flush=True)
-
-
-def _plan(script: str, arguments: list[str], job: str, environ: Mapping[str, str]) -> int:
-    """Runs the script up to its session, which prints the plan and ends."""
-    import subprocess
-
-    from leto_jax.config import Process
-
-    process = Process(job, "plan", 0, Path("/nonexistent"), 0, Path("/nonexistent"))
-    return subprocess.run(
-        [sys.executable, "-m", "leto_jax.shadow.child", script, *arguments], env={**environ, **process.environ()}, check=False
-    ).returncode
 
 
 @app.command()

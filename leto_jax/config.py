@@ -138,12 +138,16 @@ class Interval(NamedTuple):
         raise errors.UsageError(f"{option}: expected a number of steps such as 100, seconds such as 30s, or auto, found {text!r}")
 
 
+TIERS = HOST_TIER, PERSISTENT_TIER = "host memory", "persistent"
+
+
 @dataclasses.dataclass(frozen=True)
 class Tiers:
     """Where copies of the state go while a job trains, and how often; '' for never (`Interval.parse`).
 
     directory, every, keep, asynchronous: the persistent tier, versions that stay, whether training goes on while one is written. copies_every:
-    of the tier in the host memory of the state manager. mttf_secs: mean time between failures, for what is tuned.
+    of the tier in the host memory of the state manager; copies: how many ranks keep each rank's, itself one of them. mttf_secs: mean time
+    between failures, for what is tuned.
     """
 
     directory: str = ""
@@ -151,6 +155,7 @@ class Tiers:
     keep: int = 2
     asynchronous: bool = True
     copies_every: str = ""
+    copies: int = 1
     mttf_secs: float = 3600.0
 
 
@@ -161,7 +166,7 @@ class Process:
     role: 'trainer', 'shadow', or 'plan' (prints the memory plan at its session and ends). resume: directory of checkpoints to start from, ''
     for none. shadow_level: of a trainer, the one of SHADOW_LEVELS that the job was started with; of a shadow, the `Level` at which it waits, as a
     number. recovery: one of RECOVERY. ranks: of the job; all processes of one incarnation are its generation. coordinator: 'host:port' where they
-    meet, '' if there is one rank.
+    meet, '' if there is one rank. gpu: the one to drive if there are GPUs, of those that CUDA shows; None for the only one.
     """
 
     job: str
@@ -177,6 +182,7 @@ class Process:
     ranks: int = 1
     coordinator: str = ""
     wait_for_parity: bool = False
+    gpu: int | None = None
 
     @staticmethod
     def from_environ(environ: Mapping[str, str] = os.environ) -> Process | None:
@@ -209,6 +215,7 @@ class Process:
             ranks=int(environ.get("LETO_RANKS", "1")),
             coordinator=environ.get("LETO_COORDINATOR", ""),
             wait_for_parity=environ.get("LETO_WAIT_FOR_PARITY", "0") == "1",
+            gpu=int(environ["LETO_GPU"]) if environ.get("LETO_GPU") else None,
         )
 
     def environ(self) -> dict[str, str]:
@@ -227,6 +234,7 @@ class Process:
             "LETO_RANKS": str(self.ranks),
             "LETO_COORDINATOR": self.coordinator,
             "LETO_WAIT_FOR_PARITY": str(int(self.wait_for_parity)),
+            "LETO_GPU": "" if self.gpu is None else str(self.gpu),
         }
 
 

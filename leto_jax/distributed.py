@@ -38,8 +38,7 @@ def serve(address: str, ranks: int) -> Any:
 
 
 def connect(address: str, rank: int, count: int, secs: float) -> Ranks:
-    """Makes this process rank `rank` of `count` of JAX's process group, once all of them have come. Before JAX opens a device. Of several
-    GPUs it opens the one with the rank's number.
+    """Makes this process rank `rank` of `count` of JAX's process group, once all of them have come. Before JAX opens a device.
 
     From here on `jax.distributed.initialize()` does nothing but say so. Raises DeadlineError if not all have come within `secs`.
     """
@@ -66,7 +65,6 @@ def connect(address: str, rank: int, count: int, secs: float) -> Ranks:
         raise errors.DeadlineError(
             f"rank {rank}: expected all {count} ranks at the coordinator {address} within {secs:.0f} s: {exception}"
         ) from exception
-    jax.config.update("jax_cuda_visible_devices", str(rank))
     state.client, state.process_id, state.num_processes, state.coordinator_address = client, rank, count, address
 
     def initialize(*_: Any, **__: Any) -> None:
@@ -78,6 +76,13 @@ def connect(address: str, rank: int, count: int, secs: float) -> Ranks:
 
     jax.distributed.initialize = distributed.initialize = initialize
     return Ranks(rank, count, client)
+
+
+def drive(gpu: int) -> None:
+    """Of several GPUs JAX shall open this one. Before it opens a device."""
+    import jax
+
+    jax.config.update("jax_cuda_visible_devices", str(gpu))
 
 
 class Ranks:

@@ -23,14 +23,13 @@ import subprocess
 import sys
 import time
 import traceback
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from leto_jax import errors
 from leto_jax.agent import client, operability, policy
 from leto_jax.agent.books import Books, Pending
-from leto_jax.agent.checkpoint import SEVERAL_RANKS
 from leto_jax.agent.door import Door, Speaker
 from leto_jax.agent.generation import Generation, Program
 from leto_jax.agent.injection import DAMAGE, Injection
@@ -41,9 +40,10 @@ from leto_jax.agent.policy import Action, Failure, Kind, Limits
 from leto_jax.agent.processes import CACHE, LOW, Child, become_subreaper, environment, reap_orphans, set_priority
 from leto_jax.agent.ranks import Ranks
 from leto_jax.agent.saving import Saving
+from leto_jax.agent.spares import Spares
 from leto_jax.agent.watch import Symptom, Watch
 from leto_jax.arena.control import Word
-from leto_jax.config import AUTO, IN_PLACE, METRICS_FILE, PARKED, SPARES, Deadlines, Level, Process, Tiers
+from leto_jax.config import AUTO, HOST_TIER, IN_PLACE, METRICS_FILE, PARKED, SPARES, Deadlines, Level, Process, Tiers
 from leto_jax.faults import Phase
 from leto_jax.goodput import live
 from leto_jax.goodput.journal import Journal
@@ -112,9 +112,9 @@ class Agent:
         self._link: Link | None = None
         self._look_at = 0.0
         self._begun = False  # a step of the job was trained
-        self._spares = settings.spares
-        self._copied: int | None = None  # step of the newest copy that was taken
-        self._inoperable = ""  # why, if the device was declared so
+        self._spares = Spares(settings.spares, settings.ranks)
+        self._copied: set[int] = set()  # ranks of whose state a copy was taken
+        self._inoperable: operability.Verdict | None = None  # if a device was declared so
         self._operability = operability.Operability(settings.job_dir, [])
         self._gpus: list[int] = []  # that are watched
         self._prometheus: live.Prometheus | None = None
@@ -340,9 +340,12 @@ class Agent:
     @property
     def _retained(self) -> bool:
         """Whether there is a state worth keeping: one that was completely filled, or copies of one."""
-        if not self._in_place or self._copied is not None:
-            return self._begun
-        return self._ranks.live
+        return self._begun if self._has_copies or not self._in_place else self._ranks.live
+
+    @property
+    def _has_copies(self) -> bool:
+        """Whether copies of the state of every rank were taken."""
+        return len(self._copied) == self.settings.ranks
 
     @property
     def _in_place(self) -> bool:
@@ -371,6 +374,7 @@ class Agent:
         )
         return Generation(
             process,
+            tuple(self._spares.gpus) if settings.ranks > 1 or settings.spares else (),
             self._program,
             self._selector,
             self._terminal,
@@ -581,7 +585,8 @@ class Agent:
         self._books.ended(trainers)
         injected = self._injection.fired()
         if injected is not None and injected.kind is FailureKind.INOPERABLE:
-            self._inoperable = "declared inoperable by leto inject"
+            gpus = (self._spares.gpus[injected.rank],) if self._gpus else ()
+            self._inoperable = operability.Verdict(False, "declared inoperable by leto inject", gpus=gpus)
         pending = self._books.failure(trainers, symptom, injected, detected_ns)
         began = time.monotonic()
         self._trainers = None
@@ -614,24 +619,21 @@ class Agent:
         """Decides on the pending failure and carries the decision out."""
         assert self._pending is not None
         failure = self._pending.failure
-        if self._inoperable:
-            operable = False, self._inoperable
-        else:
-            # By the name of the signal where it was one: some are of a driver that has found something.
-            verdict = self._operability.check(failure.detail if self._pending.kind == Kind.SIGNAL else self._pending.kind)
-            operable = verdict.operable, verdict.reason
+        # By the name of the signal where it was one: some are of a driver that has found something.
+        verdict = self._inoperable or self._operability.check(failure.detail if self._pending.kind == Kind.SIGNAL else self._pending.kind)
+        operable = verdict.operable, verdict.reason
         self.journal.write("operability", operable=operable[0], reason=operable[1])
         shadow = "none" if self._shadows is None else "ready" if self._shadows.ready else "loading"
         first = self._pending.path == ""
         earlier = self._history if first else self._history[:-1]
-        decision = policy.decide(failure, earlier, self.settings.limits, operable, shadow, self._spare())
+        spare = (False, "") if verdict.operable and not failure.lost else self._spare(verdict.gpus)
+        decision = policy.decide(failure, earlier, self.settings.limits, operable, shadow, spare)
         if first:
             self._history.append(failure)
         action = decision.action
         if action is Action.SPARE:
             self._say(decision.reason)
-            self._move()
-            action = policy.successor(shadow).action
+            action = policy.successor("none" if self._move(verdict.gpus) else shadow).action
         on_spare = decision.action is Action.SPARE or (self._pending.path == "spare" and action is not Action.STOP)
         path = {Action.PROMOTE: "shadow", Action.WAIT: "late_shadow", Action.COLD: "cold", Action.STOP: "stop"}[action]
         self._pending.path = "spare" if on_spare else path
@@ -660,23 +662,28 @@ class Agent:
         else:
             self._start_trainers("cold")
 
-    def _spare(self) -> tuple[bool, str]:
-        """Whether a spare can take over, and how, or why not."""
-        if not self._spares:
-            return (
-                False,
-                "none is left" if self.settings.spares else "there is none; start with --spares 1 and --checkpoint-every or --copy-every",
-            )
-        if self._copied is None:
+    def _spare(self, bad: Sequence[int]) -> tuple[bool, str]:
+        """Whether a spare can take over, and how, or why not. bad: GPUs that cannot go on."""
+        if problem := self._spares.can_move(bad, self._operability.visible_gpus):
+            return False, problem
+        if not self._has_copies:
             return True, "a spare begins anew, as no copy of the state has been taken yet"
-        return True, f"a spare goes on from the newest copy, of step {self._copied} or later"
+        return True, "a spare goes on from the newest copy"
 
-    def _move(self) -> None:
-        """To a spare: the memory of this device is given up; whoever comes next fills other memory from the newest copy."""
-        self._spares -= 1
-        self._inoperable = ""
+    def _move(self, bad: Sequence[int]) -> bool:
+        """To a spare: the memory of these devices is given up; whoever comes next fills other memory from the newest copy. Returns whether a rank
+        has another GPU now, which no shadow has opened."""
+        moved = self._spares.move(bad, self._operability.visible_gpus)
+        self._inoperable = None
         if self._in_place:
             self._ranks.empty(self._open_link.client, self._open_link.descriptors)
+        shadows = self._shadows
+        if moved and shadows is not None:
+            self._shadows = None
+            shadows.fence(self.settings.deadlines.reap)
+        if moved:
+            self._say(", ".join(f"rank {rank} goes on with GPU {self._spares.gpus[rank]}" for rank in moved))
+        return bool(moved)
 
     def _promote(self) -> int:
         """Makes the ready shadows the trainers. Returns the new epoch."""
@@ -731,8 +738,6 @@ class Agent:
             on_gpu = any(gpu_of(item.kind) is not None for item in self._open_link.descriptors.values())
             self._injection.ask(sock, message, on_gpu)
         elif op == "checkpoint":
-            if self.settings.ranks > 1:
-                raise errors.UsageError(f"checkpoint: {SEVERAL_RANKS.format(self.settings.ranks)}; save from the script")
             self._saving.ask(str(message["directory"]), float(message["deadline_secs"]), sock)
         elif op == "reclaim":
             self._reclaim(sock, int(message["step"]))
@@ -788,7 +793,7 @@ class Agent:
             fields = {key: message[key] for key in ("tier", "commit", "stall_secs", "secs", "error")}
             self.journal.write("saved", **who, **fields)
             if not message["error"]:
-                self._copied = max(self._copied or 0, int(message["commit"]))
+                self._copied |= {child.rank} if message["tier"] == HOST_TIER else set(range(self.settings.ranks))
         elif name == "retried":
             fields = {key: message[key] for key in ("step", "action", "reason", "secs")}
             self.journal.write("retried", **who, **fields)

@@ -16,8 +16,6 @@ from leto_jax.manager import runtime
 from leto_jax.manager.client import ManagerClient
 from leto_jax.shadow.member import IDENTITY
 
-SEVERAL_RANKS = "expected a job of one rank, found one of {}: checkpoints of several ranks are not in this version"
-
 
 def checkpoint(job: str, directory: str, timeout_secs: float) -> dict[str, Any]:
     """Has the retained state of `job` written to `directory`, by its trainer if it has an agent, else by one that attaches for it.
@@ -31,10 +29,6 @@ def checkpoint(job: str, directory: str, timeout_secs: float) -> dict[str, Any]:
         if _has_agent(job):
             raise
     ranks = int(client.read_run_file(runtime.job_dir(job)).get("ranks", 1))
-    if ranks > 1:
-        raise errors.UsageError(
-            f"checkpoint: {SEVERAL_RANKS.format(ranks)}; start it again with `leto run --job {job}` and save from the script"
-        )
     from leto_jax.agent.agent import Agent, Settings
 
     path = state_root() / job / "journal.jsonl"
@@ -43,7 +37,7 @@ def checkpoint(job: str, directory: str, timeout_secs: float) -> dict[str, Any]:
         raise errors.JobError(f"job {job!r}: its journal {path} does not say which script it runs")
     deadlines = dataclasses.replace(Deadlines(), init=timeout_secs)
     script, arguments = begun[-1]["script"], tuple(begun[-1]["arguments"])
-    settings = Settings(job, script, arguments, state_root() / job, shadow=False, deadlines=deadlines, only_checkpoint=directory)
+    settings = Settings(job, script, arguments, state_root() / job, ranks, shadow=False, deadlines=deadlines, only_checkpoint=directory)
     Agent(settings, {**os.environ, **_flags(job)}).run()
     written = [event for event in journal.read(path) if event["event"] in ("start", "checkpoint")][-1]
     if written["event"] == "start":

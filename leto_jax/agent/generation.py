@@ -36,13 +36,14 @@ class Program(NamedTuple):
 class Generation:
     """One process for each rank, and if there are several, the coordinator where they meet. Owns all of them, and what they write.
 
-    `role` changes when they are promoted. started: the ranks have been spawned. died(generation, child): one of them has ended.
+    `role` changes when they are promoted. gpus: which each rank drives, of those that CUDA shows; none where there is only one. started: the ranks have been spawned. died(generation, child): one of them has ended.
     alone(generation, reason): the coordinator is gone.
     """
 
     def __init__(
         self,
         process: Process,
+        gpus: Sequence[int],
         program: Program,
         selector: selectors.BaseSelector,
         terminal: Terminal,
@@ -50,7 +51,7 @@ class Generation:
         died: Callable[[Generation, Child], None],
         alone: Callable[[Generation, str], None],
     ):
-        self._process, self._program, self._selector, self._terminal = process, program, selector, terminal
+        self._process, self._gpus, self._program, self._selector, self._terminal = process, gpus, program, selector, terminal
         self._started, self._died, self._alone = started, died, alone
         self.token = new_token(process.job)
         self.role = process.role
@@ -90,7 +91,8 @@ class Generation:
             environ = {**OF_SEVERAL, **environ}
         children = []
         for rank, output in enumerate(ends):
-            process = dataclasses.replace(self._process, rank=rank, coordinator=coordinator)
+            gpu = self._gpus[rank] if self._gpus else None
+            process = dataclasses.replace(self._process, rank=rank, coordinator=coordinator, gpu=gpu)
             children.append(spawn(process, self.token, self._program.command, environ, self._program.stdin, output))
         if self._relay is not None:
             self._relay.start()

@@ -41,11 +41,13 @@ KILL_KINDS = frozenset({"sigkill", "sigterm", "sigstop", "stopped", "page_loss",
 
 @dataclasses.dataclass(frozen=True)
 class Verdict:
-    """operable: whether a recovery in place may be tried. reason: for the journal. evidence: what it rests on, ready for JSON."""
+    """operable: whether a recovery in place may be tried. reason: for the journal. evidence: what it rests on, ready for JSON. gpus: those that
+    cannot go on, as far as it is one of them."""
 
     operable: bool
     reason: str
     evidence: dict[str, Any] = dataclasses.field(default_factory=dict)
+    gpus: tuple[int, ...] = ()
 
 
 @dataclasses.dataclass(frozen=True)
@@ -107,19 +109,19 @@ def problems_of(facts: GpuFacts) -> list[str]:
     return found
 
 
-def problems(evidence: Evidence) -> list[str]:
-    """Why the GPUs of a job cannot go on, each with its number; [] if they can, as far as NVML knows."""
-    found = [f"GPU {facts.gpu}: {problem}" for facts in evidence.now.gpus for problem in problems_of(facts)]
+def problems(evidence: Evidence) -> list[tuple[int, str]]:
+    """Why GPUs of a job cannot go on, each with its number; [] if they can by themselves, as far as NVML knows."""
+    found = [(facts.gpu, problem) for facts in evidence.now.gpus for problem in problems_of(facts)]
     for item in evidence.seen:
         wanted = xid.classify(item.number)
         if wanted is XidClass.UNKNOWN:
-            found.append(f"GPU {item.gpu}: Xid {item.number}, whose meaning is unknown here")
+            found.append((item.gpu, f"Xid {item.number}, whose meaning is unknown here"))
         elif wanted not in xid.OPERABLE:
-            found.append(f"GPU {item.gpu}: Xid {item.number}, after which one has to {wanted}")
-    return found + _links_lost(evidence.start, evidence.now)
+            found.append((item.gpu, f"Xid {item.number}, after which one has to {wanted}"))
+    return found
 
 
-def _links_lost(start: Snapshot, now: Snapshot) -> list[str]:
+def links_lost(start: Snapshot, now: Snapshot) -> list[str]:
     """Links between several GPUs that were there and are not."""
     if len(now.gpus) < 2:
         return []
@@ -303,7 +305,7 @@ class Operability:
         return self._judge(evidence, needs_probe(evidence))
 
     def _judge(self, evidence: Evidence, why: str) -> Verdict:
-        found = problems(evidence)
+        wrong, lost = problems(evidence), links_lost(evidence.start, evidence.now)
         several = len(evidence.now.gpus) > 1
         notes = [f"GPU {facts.gpu}: {describe(facts, links=several)}" for facts in evidence.now.gpus]
         shown: dict[str, Any] = {
@@ -311,20 +313,34 @@ class Operability:
             "xids": [{**item._asdict(), "class": xid.classify(item.number).value} for item in evidence.seen],
             "probe": None,
         }
-        if why and not found:
+        if why and not wrong and not lost:
             began = time.monotonic()
             results = self._run_probe(self._gpus, self._environ)
             shown["probe"] = {"why": why, "results": results, "secs": time.monotonic() - began}
-            found = [f"GPU {gpu}: {wrong}" for gpu, wrong in results.items() if wrong]
-            self._probe_failed = bool(found)
+            wrong = [(gpu, problem) for gpu, problem in results.items() if problem]
+            self._probe_failed = bool(wrong)
             notes.append(f"a probe kernel ran well ({why})")
-        return self._verdict(found, notes, shown)
+        gpus = tuple(sorted({gpu for gpu, _ in wrong}))
+        return self._verdict([*(f"GPU {gpu}: {problem}" for gpu, problem in wrong), *lost], notes, shown, gpus)
 
-    def _verdict(self, found: Sequence[str], notes: Sequence[str], evidence: dict[str, Any] | None = None) -> Verdict:
+    def _verdict(
+        self, found: Sequence[str], notes: Sequence[str], evidence: dict[str, Any] | None = None, gpus: tuple[int, ...] = ()
+    ) -> Verdict:
         """With the machine's own part. found: what is wrong with the GPUs. notes: what to say if nothing is."""
         well, reason = check(self._job_dir)
         wrong = [*([] if well else [reason]), *found]
-        return Verdict(not wrong, "; ".join(wrong or [reason, *notes]), {"machine": reason, **(evidence or {})})
+        return Verdict(not wrong, "; ".join(wrong or [reason, *notes]), {"machine": reason, **(evidence or {})}, gpus if well else ())
+
+    @property
+    def visible_gpus(self) -> int:
+        """How many GPUs CUDA shows to the job; 0 where it has none. Does not raise. Cost: milliseconds, `NVML_SECS` at most."""
+        library = self._nvml
+        if library is None:
+            return 0
+        try:
+            return len(self._ask(lambda: nvml.job_indices(library, self._environ)))
+        except errors.LetoError:
+            return 0
 
     def _ask(self, call: Callable[[], Any]) -> Any:
         if self._stuck:

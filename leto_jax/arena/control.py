@@ -42,6 +42,8 @@ class Word(enum.IntEnum):
     CHECKPOINT_TAKEN = enum.auto()
     STALE_NS_TOTAL = enum.auto()  # time in which the host parity was behind
     PEER_STALE_NS_TOTAL = enum.auto()  # and the parity with the peer; -1: there is none
+    COPIES_EVEN = enum.auto()  # of rank 0: which copies are taken of an even step (`checkpoint.announced`)
+    COPIES_ODD = enum.auto()
     # written by the agent; the sequence last
     INJECT_KIND = enum.auto()
     INJECT_PHASE = enum.auto()
@@ -69,7 +71,7 @@ class Control:
         """A trainer begins to write: clears what its predecessor left, but for the commit (the state is still of that step) and for a
         request that has not fired yet (it is now for this trainer)."""
         for word in Word:
-            if Word.PID <= word <= Word.PEER_STALE_NS_TOTAL and word not in (Word.COMMIT, Word.INJECT_TAKEN, Word.CHECKPOINT_TAKEN):
+            if Word.PID <= word <= Word.COPIES_ODD and word not in (Word.COMMIT, Word.INJECT_TAKEN, Word.CHECKPOINT_TAKEN):
                 self[word] = 0
         self[Word.PEER_STALE_NS_TOTAL] = -1
         self[Word.STEPS] = steps

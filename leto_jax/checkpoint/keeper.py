@@ -4,37 +4,38 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import json
 import sys
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Container, Iterable
 from concurrent.futures import Future, ThreadPoolExecutor
-from typing import Any
 
 import numpy as np
 
 from leto_jax import errors
-from leto_jax.checkpoint import frozen, persistent
+from leto_jax.checkpoint import persistent
 from leto_jax.checkpoint.frozen import Form, Frozen
 from leto_jax.checkpoint.hostmemory import HostMemory
 from leto_jax.checkpoint.interval import daly_interval_secs
-from leto_jax.config import Interval, Tiers
+from leto_jax.config import HOST_TIER, PERSISTENT_TIER, Interval, Tiers
+from leto_jax.distributed import ALONE, Ranks
 
 type Leaves = Callable[[str], Iterable[np.ndarray]]
+type Freeze = Callable[[int, Leaves, bytes], Callable[[], Frozen | None]]
+
+AGREE_SECS = 600.0  # a rank may read and check a whole checkpoint meanwhile
 
 
 class Schedule:
-    """When the next copy is due. Times in seconds of any one clock."""
+    """When the next copy is due, counted from `step`. Times in seconds of any one clock."""
 
-    def __init__(self, every: Interval, mttf_secs: float):
+    def __init__(self, every: Interval, mttf_secs: float, step: int, now: float):
         self.every, self._mttf_secs = every, mttf_secs
-        self._step: int | None = None
-        self._at = 0.0
+        self._step, self._at = step, now
         self._cost_secs: float | None = None
 
     def due(self, step: int, now: float) -> bool:
-        """Whether the state of `step` is to be copied. The first that is asked for is where counting begins; one to be tuned is taken then."""
-        if self._step is None:
-            self._step, self._at = step, now
+        """Whether the state of `step` is to be copied. The first one is taken at once where the interval is to be tuned."""
         if step == self._step and self._cost_secs is not None:
             return False
         if self.every.steps is not None:
@@ -54,36 +55,46 @@ class Schedule:
 
 
 class Keeper:
-    """Takes copies when they are due, between two steps, into the tiers that a job has. tell(tier=..., ...): for the journal; from any thread.
+    """Takes copies into the tiers that a job has, between two steps, from `step` on. tell(tier=..., ...): for the journal; from any thread.
 
-    A tier whose last copy is still under way is passed over until it is done: a copy is complete or absent.
+    form: of this rank's shards. freeze(step, leaves, position): copies them, and returns what is left to do to have the whole state, None where
+    another rank writes it. A tier whose last copy is still under way is not due until it is done: a copy is complete or absent.
     """
 
-    def __init__(self, form: Form, tiers: Tiers, host: HostMemory | None, tell: Callable[..., None]):
-        self._form, self._tiers, self._host, self._tell = form, tiers, host, tell
+    def __init__(self, form: Form, tiers: Tiers, step: int, host: HostMemory | None, freeze: Freeze, tell: Callable[..., None]):
+        self._form, self._tiers, self._host, self._freeze, self._tell = form, tiers, host, freeze, tell
         self._pool = ThreadPoolExecutor(2, "leto-keeper")
         self._running: dict[str, Future] = {}
         self._schedules: dict[str, Schedule] = {}
+        schedule = lambda every, option: Schedule(Interval.parse(every, option), tiers.mttf_secs, step, time.monotonic())
         if host is not None and tiers.copies_every:
-            self._schedules["host memory"] = Schedule(Interval.parse(tiers.copies_every, "--copy-every"), tiers.mttf_secs)
+            self._schedules[HOST_TIER] = schedule(tiers.copies_every, "--copy-every")
         if tiers.directory and tiers.every:
-            self._schedules["persistent"] = Schedule(Interval.parse(tiers.every, "--checkpoint-every"), tiers.mttf_secs)
+            self._schedules[PERSISTENT_TIER] = schedule(tiers.every, "--checkpoint-every")
 
-    def serve(self, step: int, leaves: Leaves, position: Callable[[], bytes]) -> None:
-        """Called between two steps. Raises what nobody expected of an earlier copy.
+    def due(self, step: int) -> set[str]:
+        """The tiers that are to take a copy of `step`, as far as this rank knows."""
+        now, busy = time.monotonic(), {tier for tier, running in self._running.items() if not running.done()}
+        return {tier for tier, schedule in self._schedules.items() if tier not in busy and schedule.due(step, now)}
 
-        Cost: of a tier that is due, one copy of the state; of a persistent one that is synchronous all of it.
+    @property
+    def is_saving(self) -> bool:
+        """Whether the persistent tier is under way."""
+        return PERSISTENT_TIER in self._running and not self._running[PERSISTENT_TIER].done()
+
+    def take(self, due: Container[str], step: int, leaves: Leaves, position: Callable[[], bytes]) -> None:
+        """Copies the state of `step` into the tiers that are due. Raises what nobody expected of an earlier copy.
+
+        Cost: of each one copy of the state; of a persistent one that is synchronous all of it. Waits for what is under way in the same tier.
         """
         for tier, schedule in self._schedules.items():
-            if tier in self._running:
-                if not self._running[tier].done():
-                    continue
-                self._running.pop(tier).result()
-            if not schedule.due(step, time.monotonic()):
+            if tier not in due:
                 continue
+            if tier in self._running:
+                self._running.pop(tier).result()
             begin = time.monotonic()
             rest = self._begin(tier, step, leaves, position())
-            if tier == "persistent" and not self._tiers.asynchronous:
+            if tier == PERSISTENT_TIER and not self._tiers.asynchronous:
                 stall = self._finish(tier, step, begin, None, rest)
             else:
                 stall = time.monotonic() - begin
@@ -97,38 +108,59 @@ class Keeper:
         self._running.clear()
         self._pool.shutdown()
 
-    def _begin(self, tier: str, step: int, leaves: Leaves, position: bytes) -> Callable[[], Any]:
-        """What training waits for; returns what can be done beside it."""
-        if tier == "host memory":
+    def _begin(self, tier: str, step: int, leaves: Leaves, position: bytes) -> Callable[[], bool]:
+        """What training waits for; returns what can be done beside it, which says whether this rank has a copy to tell of."""
+        if tier == HOST_TIER:
             assert self._host is not None
-            return self._host.begin(step, leaves, position)
-        state = frozen.copy(step, leaves, position)
-        return lambda: persistent.save(self._form, state, self._tiers.directory, self._tiers.keep)
+            finish = self._host.begin(step, leaves, position)
+            return lambda: finish() is None
+        rest = self._freeze(step, leaves, position)
 
-    def _finish(self, tier: str, step: int, begin: float, stall_secs: float | None, rest: Callable[[], Any]) -> float:
+        def save() -> bool:
+            state = rest()
+            if state is not None:
+                persistent.save(self._form.whole, state, self._tiers.directory, self._tiers.keep)
+            return state is not None
+
+        return save
+
+    def _finish(self, tier: str, step: int, begin: float, stall_secs: float | None, rest: Callable[[], bool]) -> float:
         """Does what is left to do for a copy, and tells the journal. stall_secs: None if training waits for this too. Returns the seconds in all."""
-        problem = ""
+        problem, mine = "", True
         try:
-            rest()
+            mine = rest()
         except errors.LetoError as exception:  # training goes on: what was there before still is
             problem = str(exception)
             print(f"leto: no copy of step {step} ({tier}): {problem}", file=sys.stderr, flush=True)
         secs = time.monotonic() - begin
-        self._tell(tier=tier, commit=step, stall_secs=secs if stall_secs is None else stall_secs, secs=secs, error=problem)
+        if mine:
+            self._tell(tier=tier, commit=step, stall_secs=secs if stall_secs is None else stall_secs, secs=secs, error=problem)
         return secs
 
 
-def newest(form: Form, host: HostMemory | None, directories: Iterable[str]) -> tuple[Frozen, str] | None:
-    """The newest good copy that any tier has, and which; None if no tier has one.
+def newest(form: Form, host: HostMemory | None, directories: Iterable[str], ranks: Ranks = ALONE) -> tuple[Frozen, str] | None:
+    """This rank's shards of the newest copy that is good on every rank, and where they were; None if there is none. All ranks call it.
 
-    Raises LayoutError if a checkpoint is of another model. What is damaged is passed over for the next older one, with a warning.
+    So it is the largest step in the intersection of what the ranks can restore, not the least of their newest ones, which one of them may lack.
+    Raises LayoutError if a checkpoint is of another model, UsageError if its data cannot go on with this number of ranks, DeadlineError. What is
+    damaged is passed over for the next older one, with a warning.
     """
-    found: list[tuple[int, bool, str, Callable[[], Frozen]]] = []
+    found: dict[int, list[tuple[int, str, Callable[[], Frozen]]]] = {}
     if host is not None:
-        found += [(step, True, "host memory", functools.partial(host.restore, step)) for step in host.versions()]
+        for step, where, load in host.copies():
+            found.setdefault(step, []).append((step, where, load))
     for directory in directories:
         with contextlib.suppress(errors.CheckpointError):  # nothing was written there yet
             for step in persistent.versions(directory):
-                found.append((step, False, directory, functools.partial(persistent.restore_version, form, directory, step)))
-    found.sort(key=lambda item: item[:3], reverse=True)  # of equal steps the one in memory, which is read sooner
-    return persistent.first_good((step, where, load) for step, _, where, load in found)
+                load = functools.partial(_shards, form, directory, step, ranks.rank)
+                found.setdefault(step, []).append((step, directory, load))  # behind those in memory, which are read sooner
+    held = [set(json.loads(steps)) for steps in ranks.gather("versions", json.dumps(sorted(found)).encode(), AGREE_SECS)]
+    for step in sorted(set.intersection(*held), reverse=True):
+        good = persistent.first_good(found[step])
+        if not ranks.agree(f"the copy of step {step}", "" if good is not None else "it has none that is good", AGREE_SECS):
+            return good
+    return None
+
+
+def _shards(form: Form, directory: str, step: int, rank: int) -> Frozen:
+    return form.cut(persistent.restore_version(form.whole, directory, step), rank)

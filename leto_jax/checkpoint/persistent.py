@@ -1,10 +1,11 @@
 """The persistent tier: ordinary Orbax checkpoints, one directory a version, which plain Orbax reads without us.
 
     DIR/<step>/state      params, opt_state, companions, extras, as trees; typed PRNG keys as their key data; empty leaves are left out
-    DIR/<step>/iterator   position of the data
+    DIR/<step>/iterator   position of the data of each rank
     DIR/<step>/metadata   format, step, the leaves with a SHA-256 each
 
-A version is complete or absent (Orbax renames it into place). What does not have its checksums is passed over for the next older version.
+Leaves are whole, of however many ranks the job was. A version is complete or absent (Orbax renames it into place). What does not have its
+checksums is passed over for the next older version, and written again when training comes to its step once more.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ import contextlib
 import functools
 import logging
 import sys
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -31,24 +32,27 @@ ITEMS = ("state", "iterator", "metadata")
 
 
 def save(form: Form, state: Frozen, directory: str | Path, keep: int | None = None) -> Path:
-    """Writes a version and waits until it is complete. keep: how many versions stay, all by default. Returns its directory.
+    """Writes a version of a whole state and waits until it is complete. keep: how many versions stay, all by default. Returns its directory.
 
+    One of the same step stays if it is good, and is written anew if not.
     Raises CheckpointError where it cannot be written, with the reason; what was there before stays.
     Crash: the version is not there.
-    Cost: Orbax', and a SHA-256 of the state.
+    Cost: Orbax', and a SHA-256 of the state; where the step is there already, reading it.
     """
     ocp = _orbax()
     path = Path(directory).absolute()
     metadata = {"format": FORMAT, "step": state.step, "leaves": form.describe(), "sha256": states.digests(state)}
     items = ocp.args.Composite(
         state=ocp.args.StandardSave(_tree(form, state.leaves)),
-        iterator=ocp.args.JsonSave({"position": base64.b64encode(state.position).decode()}),
+        iterator=ocp.args.JsonSave({"positions": [base64.b64encode(position).decode() for position in state.positions]}),
         metadata=ocp.args.JsonSave(metadata),
     )
     try:
         with _manager(path, keep) as manager:
             if state.step in manager.all_steps():
-                return path / str(state.step)
+                if first_good([(state.step, str(path), functools.partial(restore_version, form, path, state.step))]) is not None:
+                    return path / str(state.step)
+                manager.delete(state.step)
             manager.save(state.step, args=items, force=True)
             manager.wait_until_finished()
     except (OSError, ValueError, RuntimeError) as exception:
@@ -69,7 +73,7 @@ def versions(directory: str | Path) -> list[int]:
 
 
 def restore(form: Form, directory: str | Path, warn: Callable[[str], None] | None = None) -> Frozen:
-    """The newest version that can be read and has its checksums.
+    """The newest version that can be read and has its checksums. form: of a whole state.
 
     Raises LayoutError if it is of another model or optimizer (the first leaf that differs is named), CheckpointError if no version is good.
     Cost: Orbax', and a SHA-256 of the state.
@@ -78,9 +82,13 @@ def restore(form: Form, directory: str | Path, warn: Callable[[str], None] | Non
     good = first_good([(step, where, functools.partial(restore_version, form, directory, step)) for step in found], warn)
     if good is not None:
         return good[0]
-    raise errors.CheckpointError(
-        f"no version in {directory} can be restored ({'found ' + ', '.join(map(str, found)) if found else 'there is none'}); name another directory"
-    )
+    raise none_good(directory, found)
+
+
+def none_good(directory: str | Path, found: Sequence[int]) -> errors.CheckpointError:
+    """The error for a directory of which no version can be restored. found: those that there are."""
+    what = f"found {', '.join(map(str, found))}" if found else "there is none"
+    return errors.CheckpointError(f"no version in {directory} can be restored ({what}); name another directory")
 
 
 def first_good(
@@ -88,13 +96,13 @@ def first_good(
 ) -> tuple[Frozen, str] | None:
     """The first of (step, where it lies, what reads and checks it) that is good, and where; None if none is. What is not is said.
 
-    Raises LayoutError if one is of another model: then the others are, too.
+    Raises LayoutError if one is of another model, UsageError if it is of another number of ranks and cannot be divided: then the others are, too.
     """
     warn = warn or (lambda text: print(f"leto: {text}", file=sys.stderr, flush=True))
     for step, where, load in candidates:
         try:
             return load(), where
-        except errors.LayoutError:
+        except (errors.LayoutError, errors.UsageError):
             raise
         except Exception as exception:  # whatever storage or damaged bytes come up with: the next older one may be good
             lines = str(exception).strip().splitlines()
@@ -118,7 +126,8 @@ def restore_version(form: Form, directory: str | Path, step: int) -> Frozen:
         wanted = _tree(form, {name: structs(group) for name, group in form.specs.items()})
         items = manager.restore(step, args=ocp.args.Composite(state=ocp.args.StandardRestore(wanted), iterator=ocp.args.JsonRestore()))
     leaves = _leaves(form, items.state)
-    state = Frozen(step, leaves, base64.b64decode(items.iterator["position"], validate=True))
+    positions = items.iterator["positions"] if "positions" in items.iterator else [items.iterator["position"]]  # of one rank, until 0.1
+    state = Frozen(step, leaves, tuple(base64.b64decode(position, validate=True) for position in positions))
     for path_of, wrong, right in zip(metadata["leaves"], states.digests(state), metadata["sha256"], strict=True):
         if wrong != right:
             raise errors.CheckpointError(f"{path_of} does not have its checksum")
@@ -159,7 +168,7 @@ def _restore_foreign(form: Form, path: Path, step: int) -> Frozen:
                     f"{path} holds {name}{spec.path}: {array.dtype}{list(array.shape)}, this script has {name}{spec.describe()}; resume with the model and optimizer that it was saved with"
                 )
             leaves[name].append(array)
-    return Frozen(step, leaves, b"")
+    return Frozen(step, leaves, (b"",))
 
 
 def _words(keys: Any) -> tuple[str, ...]:

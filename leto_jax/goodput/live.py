@@ -57,7 +57,7 @@ class Prometheus:
         elif event["event"] == "takeover":
             self._takeovers.labels(self._job, event["path"]).inc()
             self._takeover.observe(max(0.0, event["takeover_secs"]))
-        elif event["event"] == "saved" and not event["error"]:
+        elif event["event"] == "saved" and not event["error"] and event["rank"] == 0:  # for all ranks, that take theirs together
             self._copies.labels(self._job, event["tier"]).inc()
             self._stalls.labels(self._job, event["tier"]).inc(event["stall_secs"])
 

@@ -101,6 +101,11 @@ class Spread:
         """Whether ranks keep different shards."""
         return math.prod(self._factors(len(part), part)) > 1
 
+    def place(self, shape: Sequence[int], part: PartitionSpec, rank: int) -> tuple[slice, ...]:
+        """Where in a whole leaf of `shape` the shard of a rank lies."""
+        found = NamedSharding(self.mesh, part).devices_indices_map(tuple(shape))
+        return found[self.mesh.devices.flat[self.by_rank[rank]]]
+
     def join(self, shard: Any, part: PartitionSpec) -> jax.Array:
         """The whole leaf, of which this rank has `shard`. No copy."""
         own = shard if isinstance(shard, jax.Array) else jax.device_put(np.asarray(shard), jax.local_devices()[0])

@@ -36,8 +36,10 @@ def main() -> None:
     guardian = Guardian(process) if process.role != "plan" else None
     if guardian is not None:
         guardian.start()
-    if process.ranks > 1 and process.role != "plan":
+    if process.ranks > 1:
         distributed.join(process.coordinator, process.rank, process.ranks, MEET_SECS)
+    if process.gpu is not None:
+        distributed.drive(process.gpu)
     if process.role == "shadow" and process.shadow_level == str(Level.PROCESS.value):
         for library in LIBRARIES:
             importlib.import_module(library)

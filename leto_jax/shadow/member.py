@@ -145,8 +145,21 @@ class Member:
         """The lease on this rank's metadata, which a first incarnation needs before it may publish anything."""
         self._ask(lambda: self.manager.lease(arena_names(self.process.rank)[2]))
 
-    def control(self) -> Control:
-        with self._ask(lambda: self.manager.open(control_name(self.process.rank))) as descriptor:
+    def open_memory(self, name: str, nbytes: int, wait_secs: float) -> Arena:
+        """Host memory of another rank, to be read. Raises JobError if the job has none of this name within `wait_secs`."""
+        end = time.monotonic() + wait_secs
+        while True:
+            try:
+                with self._ask(lambda: self.manager.open(name)) as item:
+                    return HostArena(item.fd, nbytes, name)
+            except errors.JobError:
+                if time.monotonic() > end:
+                    raise
+                time.sleep(0.05)
+
+    def control(self, rank: int | None = None) -> Control:
+        """The control words of a rank, this one's own by default."""
+        with self._ask(lambda: self.manager.open(control_name(self.process.rank if rank is None else rank))) as descriptor:
             return Control(descriptor.fd)
 
     def checkpoint_request(self) -> tuple[str, bool]:

@@ -20,8 +20,9 @@ from leto_jax.arena import cuda, views
 from leto_jax.arena.control import Control, Word
 from leto_jax.arena.rank import Arenas, private_arenas
 from leto_jax.checkpoint import frozen
+from leto_jax.checkpoint.announced import Announced
 from leto_jax.checkpoint.frozen import Form, Frozen
-from leto_jax.config import IN_PLACE, METRICS_FILE, PARKED, Level, Process, Protection, for_gpu
+from leto_jax.config import IN_PLACE, METRICS_FILE, PARKED, PERSISTENT_TIER, TIERS, Level, Process, Protection, for_gpu
 from leto_jax.faults import Phase
 from leto_jax.layout import LeafSpec
 from leto_jax.records import Kind
@@ -44,12 +45,14 @@ from leto_jax.train.step import TrainStep
 
 if TYPE_CHECKING:
     from leto_jax.checkpoint.hostmemory import HostMemory
-    from leto_jax.checkpoint.keeper import Keeper
+    from leto_jax.checkpoint.keeper import Keeper, Leaves
+    from leto_jax.checkpoint.stage import Stage
 
 PyTree = Any
 PROGRAMS_DEADLINE_SECS = 600.0
 CHECKPOINT_SECS = 3600.0
 LAST_SECS = 30.0
+REQUEST = "request"  # of the agent's, for a checkpoint
 RESTORED = "restore"  # action of an attach that began from a copy of the state
 
 
@@ -81,10 +84,6 @@ def session(
         raise errors.UsageError(f"session: steps: expected a positive int, found {steps!r}")
     process = Process.from_environ()
     if process is not None and process.recovery != IN_PLACE and process.role != "plan":
-        if sharding is not None:
-            raise errors.UsageError(
-                f"session: sharding: expected none with --recovery {process.recovery}; run it with --recovery {IN_PLACE}"
-            )
         from leto_jax.train.plain import PlainSession
 
         return PlainSession(init, step, dataset, key, steps, tuple(warm), protection, sharding)
@@ -144,6 +143,7 @@ class Session:
         self._keeper: Keeper | None = None
         self._retry: Retry | None = None
         self._copies: HostMemory | None = None
+        self._announced: Announced | None = None
         self._entered = self._iterated = False
         self._current: int | None = None
         self.replayed = False
@@ -199,7 +199,9 @@ class Session:
         in_place = None if self._gpu is None else self._device
         self._job = programs.trace(self._init, self._step.spec, batch, key, protection, in_place, self._sharding)
         if self._process is not None and self._process.role == "plan":
-            budget.print_plan(self._job.layout, self._gpu)
+            if self._ranks.rank == 0:
+                budget.print_plan(self._job.layout, self._gpu)
+            self._ranks.agree("the plan", "", PROGRAMS_DEADLINE_SECS)  # nobody ends while another one still comes
             raise SystemExit(0)
         lowered = executables.lower(self._job)
         self._compiles = count_compiles()
@@ -215,8 +217,7 @@ class Session:
             compiled = self._compile(lowered)
             self._begin(compiled, private_arenas(self._job.layout, self._gpu), epoch=1)
             return
-        self._control = self._member.control()
-        self._injector = Injector(self._control, len(self._job.layout.chunks), self._gpu)
+        self._listen(self._member, len(self._job.layout.chunks))
         identity = self._identify(lowered)
         if self._process.role == "shadow":
             self._wait_as_shadow(lowered, identity)
@@ -353,6 +354,8 @@ class Session:
         else:
             assert recovered.commit is not None
             self._commit = recovered.commit
+        self._keep()
+        self._announce(self._commit)
         self._ranks.agree("at a commit", "", PROGRAMS_DEADLINE_SECS)  # a revocation counts on all ranks before one of them computes
         filled = self._retained.metadata.latest(Kind.LIFE)
         self._first = filled.step if filled is not None else 0
@@ -371,7 +374,6 @@ class Session:
             self._control[Word.COMMIT] = self._commit
         if self._member is not None:
             self._member.event("attached", commit=self._commit, action=action, reason=reason, stages=stages)
-        self._keep()
         if self._control is not None:
             self._control.enter(Phase.BODY)  # what the script does from here on is its own
             if self._member is not None and self._ranks.count == 1:  # of several, the others would wait in a collective
@@ -419,9 +421,17 @@ class Session:
         if found is None:
             self._transaction.fill(0, *self._transaction.init(self._key_data))
             return 0
-        self._ring.mark(found.step, found.position)
+        self._ring.mark(found.step, found.positions[0])
         self._transaction.fill(found.step, *found.for_fill(self._job))
         return found.step
+
+    def _listen(self, member: Member, chunks: int) -> Control:
+        """Maps the control words, and what is read there. chunks: of an update."""
+        control = self._control = member.control()
+        if self._ranks.count > 1:
+            self._announced = Announced(member.control(0), (REQUEST, *TIERS))
+        self._injector = Injector(control, chunks, self._gpu)
+        return control
 
     def _claim(self) -> None:
         """The control words are this trainer's from here on."""
@@ -436,37 +446,40 @@ class Session:
         return _Takeover(time.monotonic_ns(), stages, compiles, RESTORED, f"from step {self._commit}", restored=self._commit, goal=goal)
 
     def _newest(self) -> Frozen | None:
-        """The newest copy that this process may go on from: of those of this job, if it is not its first, and of the directory that the job was
-        asked to start from. Raises CheckpointError if it was asked to, and there is none."""
+        """This rank's part of the newest copy that the ranks may go on from: of those of this job, if they are not its first, and of the
+        directory that the job was asked to start from. Raises CheckpointError if it was asked to, and there is none."""
         process = self._process
-        if process is None:
+        if process is None or (process.incarnation == 1 and not process.resume):
             return None
+        from leto_jax.checkpoint import keeper, persistent
+
         if process.incarnation == 1:
-            if not process.resume:
-                return None
-            from leto_jax.checkpoint import persistent
-
-            state, where = persistent.restore(self._form, process.resume), process.resume
+            versions = persistent.versions(process.resume)
+            found = keeper.newest(self._form, None, [process.resume], self._ranks)
+            if found is None:
+                raise persistent.none_good(process.resume, versions)
         else:
-            from leto_jax.checkpoint import keeper
-
             own = process.tiers.directory if process.tiers.every else ""  # else it is only for what is asked for
-            found = keeper.newest(self._form, self._host_memory(), filter(None, (own, process.resume)))
+            found = keeper.newest(self._form, self._host_memory(), filter(None, (own, process.resume)), self._ranks)
             if found is None:
                 return None
-            state, where = found
+        state, where = found
         print(f"leto: resumed from step {state.step} of {where}", file=sys.stderr, flush=True)
         return state
 
     def _host_memory(self) -> HostMemory | None:
         """The tier in the state manager's memory, if the job has one."""
-        if self._member is None or self._process is None or not self._process.tiers.copies_every:
+        member, process = self._member, self._process
+        if member is None or process is None or not process.tiers.copies_every:
             return None
         if self._copies is None:
             from leto_jax.checkpoint import hostmemory
 
-            arenas = self._member.take_memory(hostmemory.names(self._process.rank), hostmemory.nbytes(self._form))
-            self._copies = hostmemory.HostMemory(self._form, arenas)
+            nbytes = hostmemory.nbytes(self._form)
+            arenas = member.take_memory(hostmemory.names(process.rank), nbytes)
+            peers = hostmemory.peers(process.rank, process.ranks, process.tiers.copies)
+            theirs = {peer: member.take_memory(hostmemory.names(process.rank, peer), nbytes) for peer in peers}
+            self._copies = hostmemory.HostMemory(self._form, arenas, theirs)
         return self._copies
 
     def _keep(self) -> None:
@@ -475,7 +488,31 @@ class Session:
         if process is not None and member is not None and (process.tiers.every or process.tiers.copies_every):
             from leto_jax.checkpoint.keeper import Keeper
 
-            self._keeper = Keeper(self._form, process.tiers, self._host_memory(), functools.partial(member.event, "saved"))
+            if process.tiers.every and process.ranks > 1:
+                _ = self._stage  # now, since there may be no memory for it
+            tell = functools.partial(member.event, "saved")
+            self._keeper = Keeper(self._form, process.tiers, self._commit, self._host_memory(), self._freeze, tell)
+
+    def _freeze(self, step: int, leaves: Leaves, position: bytes) -> Callable[[], Frozen | None]:
+        """Copies this rank's part of the state. Returns what is left to do to have the whole of it, None where another rank has it then."""
+        if self._ranks.count > 1:
+            return self._stage.freeze(step, leaves, position)
+        state = frozen.copy(step, leaves, position)
+        return lambda: state
+
+    @functools.cached_property
+    def _stage(self) -> Stage:
+        """Where the ranks put their parts of a checkpoint. All of them come here."""
+        member, process = self._member, self._process
+        assert member is not None
+        assert process is not None
+        from leto_jax.checkpoint import hostmemory, stage
+
+        nbytes, names = hostmemory.nbytes(self._form), [stage.name(rank) for rank in range(process.ranks)]
+        arenas = member.take_memory([names[process.rank]], nbytes)
+        if process.rank == 0:
+            arenas += [member.open_memory(name, nbytes, stage.WAIT_SECS) for name in names[1:]]
+        return stage.Stage(self._form, arenas, process.incarnation)
 
     def _reposition(self) -> dict[int, PyTree]:
         """Puts the data stream where it stood: batches that were already drawn, by step (the replayed one, and one that must be redone)."""
@@ -520,20 +557,50 @@ class Session:
         return self._source.position()
 
     def _serve_checkpoint(self) -> None:
-        """Saves the state where a copy is due, or if the agent asks for it. Between two steps: nothing is updated meanwhile."""
-        control, member = self._control, self._member
-        if self._keeper is not None:
+        """Copies the state where a copy is due, or if the agent asks for one. Between two steps: nothing is updated meanwhile."""
+        step, several = self._commit, self._ranks.count > 1
+        due = self._announced.take(step) if several and self._announced is not None else self._due(step)
+        if due - {REQUEST}:
+            assert self._keeper is not None
             with self.section("checkpoint", CHECKPOINT_SECS):
-                self._keeper.serve(self._commit, self._leaves, self._position)
-        if control is None or member is None or control[Word.CHECKPOINT_ASKED] == control[Word.CHECKPOINT_TAKEN]:
-            return
+                self._keeper.take(due, step, self._leaves, self._position)
+        if REQUEST in due:
+            self._save_as_asked()
+        if several:
+            self._announce(step + 1)
+
+    def _due(self, step: int) -> set[str]:
+        """The copies that are to be taken of `step`, as far as this rank knows."""
+        due = self._keeper.due(step) if self._keeper is not None else set()
+        control, several = self._control, self._ranks.count > 1
+        busy = several and self._keeper is not None and self._keeper.is_saving  # the ranks have one place for their parts
+        if control is not None and control[Word.CHECKPOINT_ASKED] != control[Word.CHECKPOINT_TAKEN] and not busy:
+            due = due - {PERSISTENT_TIER} if several else due
+            due.add(REQUEST)
+        return due
+
+    def _announce(self, step: int) -> None:
+        """Rank 0 of several says which copies all of them take of `step`."""
+        if self._announced is not None and self._ranks.rank == 0:
+            self._announced.say(step, self._due(step))
+
+    def _save_as_asked(self) -> None:
+        """A checkpoint that the agent asks for; of several ranks the first one writes it."""
+        control, member = self._control, self._member
+        assert control is not None
+        assert member is not None
         from leto_jax.checkpoint import persistent
 
-        asked, begin, problem = control[Word.CHECKPOINT_ASKED], time.monotonic(), ""
-        directory, last = member.checkpoint_request()
         with self.section("checkpoint", CHECKPOINT_SECS):
+            if self._ranks.rank:
+                self._freeze(self._commit, self._leaves, self._position())()
+                return
+            asked, begin, problem = control[Word.CHECKPOINT_ASKED], time.monotonic(), ""
+            directory, last = member.checkpoint_request()
             try:
-                persistent.save(self._form, frozen.copy(self._commit, self._leaves, self._position()), directory)
+                state = self._freeze(self._commit, self._leaves, self._position())()
+                assert state is not None
+                persistent.save(self._form.whole, state, directory)
             except errors.LetoError as exception:
                 problem = str(exception)
         control[Word.CHECKPOINT_TAKEN] = asked

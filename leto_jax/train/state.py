@@ -13,7 +13,6 @@ from leto_jax.checkpoint.frozen import form_of
 from leto_jax.layout import LeafSpec
 from leto_jax.rmu.programs import from_storage
 from leto_jax.rmu.retained import Retained
-from leto_jax.rmu.spread import SAME
 
 PyTree = Any
 _FIELDS = ("params", "opt_state", "companions", "extras")
@@ -79,15 +78,9 @@ class State:
 
 def retained_state(retained: Retained, commit: int) -> State:
     """The state that retained memory holds at `commit`."""
-    job = retained.job
-    form, spread = form_of(job), job.spread
+    form = form_of(retained.job)
+    spread, parts = form.spread, form.parts
     views = {"params": retained.params, "opt_state": retained.opt_state, "companions": retained.companions, "extras": retained.extras}
-    parts = {
-        "params": job.parts.params,
-        "opt_state": job.parts.opt,
-        "companions": job.parts.companions,
-        "extras": [SAME] * len(form.specs["extras"]),
-    }
 
     def make(name: str) -> PyTree:
         join = None if spread is None else lambda shards: [spread.join(*pair) for pair in zip(shards, parts[name], strict=True)]

@@ -36,16 +36,29 @@ def form() -> Form:
     return Form(SPECS, {name: jax.tree_util.tree_structure(list(range(len(specs)))) for name, specs in SPECS.items()})
 
 
-@pytest.fixture
-def tier(form):
+def memory(form: Form, names: list[str]) -> list[HostArena]:
     arenas = []
-    for name in hostmemory.names(0):
+    for name in names:
         fd = os.memfd_create(name)
         os.ftruncate(fd, hostmemory.nbytes(form))
         arenas.append(HostArena(fd, hostmemory.nbytes(form), name))
         os.close(fd)
+    return arenas
+
+
+@pytest.fixture
+def tier(form):
+    arenas = memory(form, hostmemory.names(0))
     yield HostMemory(form, arenas)
     for arena in arenas:
+        arena.close()
+
+
+@pytest.fixture
+def with_peer(form):
+    arenas, theirs = memory(form, hostmemory.names(0)), memory(form, hostmemory.names(0, 1))
+    yield HostMemory(form, arenas, {1: theirs})
+    for arena in arenas + theirs:
         arena.close()
 
 
@@ -55,12 +68,12 @@ def state(step: int) -> Frozen:
         name: [np.asarray(rng.integers(0, 200, spec.shape)).astype(jnp.dtype(spec.dtype)) for spec in specs]
         for name, specs in SPECS.items()
     }
-    return Frozen(step, leaves, b"position %d" % step)
+    return Frozen(step, leaves, (b"position %d" % step,))
 
 
 def save(tier: HostMemory, step: int) -> None:
     kept = state(step)
-    tier.begin(step, kept.leaves.__getitem__, kept.position)()
+    tier.begin(step, kept.leaves.__getitem__, kept.positions[0])()
 
 
 def is_state(found: Frozen, step: int) -> bool:
@@ -70,7 +83,7 @@ def is_state(found: Frozen, step: int) -> bool:
         for name in GROUPS
         for a, b in zip(found.leaves[name], wanted.leaves[name], strict=True)
     )
-    return same and (found.step, found.position) == (step, wanted.position)
+    return same and (found.step, found.positions) == (step, wanted.positions)
 
 
 def test_two_generations_in_turn(tier):
@@ -81,8 +94,10 @@ def test_two_generations_in_turn(tier):
         assert all(is_state(tier.restore(version), version) for version in tier.versions())
 
 
-def test_a_crash_at_every_store_leaves_the_last_copy_or_the_new_one(tier):
-    """Before, inside and after each store of a copy."""
+@pytest.mark.parametrize("fixture", ["tier", "with_peer"])
+def test_a_crash_at_every_store_leaves_the_last_copy_or_the_new_one(fixture, request):
+    """Before, inside and after each store of a copy, and of the one that goes to a peer."""
+    tier = request.getfixturevalue(fixture)
     save(tier, 1)
     save(tier, 2)
     fired: set[Point] = set()
@@ -100,8 +115,8 @@ def test_a_crash_at_every_store_leaves_the_last_copy_or_the_new_one(tier):
                 save(tier, 3)
         except Killed:
             found = tier.versions()
-            assert found in ([2, 1], [2], [3, 2])
-            assert all(is_state(tier.restore(version), version) for version in found)
+            assert found in ([2, 1], [2], [3, 2], [3, 2, 1])  # the last: the peer still has the old one
+            assert all(is_state(load(), version) for version, _, load in tier.copies())
             continue
         break
     assert number > 3 * 5
@@ -127,6 +142,44 @@ def test_every_damaged_region_is_noticed(tier, form, seed):
         for arena in tier._arenas:  # both void again
             arena.damage(0, np.zeros(64, np.uint8))
     assert older >= 64
+
+
+def test_what_is_lost_is_taken_from_the_peer(with_peer, form, capsys):
+    """Both own copies damaged; then all of the own memory gone."""
+    for step in (1, 2):
+        save(with_peer, step)
+    assert [(step, where) for step, where, _ in with_peer.copies()] == [
+        (2, "host memory"), (2, "host memory of rank 1"), (1, "host memory"), (1, "host memory of rank 1")
+    ]  # fmt: skip
+    for arena in with_peer._arenas:
+        arena.damage(hostmemory.nbytes(form) - 64 * 4, np.full(200, 255, np.uint8))
+    found, where = keeper.newest(form, with_peer, [])
+    assert (is_state(found, 2), where) == (True, "host memory of rank 1")
+    assert "leto: checkpoint 2 in host memory is passed over: CheckpointError: " in capsys.readouterr().err
+    for arena in with_peer._arenas:
+        arena.damage(0, np.zeros(hostmemory.nbytes(form), np.uint8))
+    found, where = keeper.newest(form, with_peer, [])
+    assert (is_state(found, 2), where) == (True, "host memory of rank 1")
+
+
+def test_a_peer_that_does_not_take_a_copy_leaves_the_own_one(with_peer, form, monkeypatch):
+    save(with_peer, 1)
+    monkeypatch.setattr(with_peer._peers[1][1], "store", lambda *_: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        save(with_peer, 2)
+    assert [(step, where) for step, where, _ in with_peer.copies()] == [
+        (2, "host memory"),
+        (1, "host memory"),
+        (1, "host memory of rank 1"),
+    ]
+    assert is_state(with_peer.restore(2), 2)
+
+
+@pytest.mark.parametrize(
+    ("ranks", "copies", "kept_by"), [(1, 1, [[]]), (2, 2, [[1], [0]]), (4, 1, [[]] * 4), (4, 3, [[1, 2], [2, 3], [3, 0], [0, 1]])]
+)
+def test_who_keeps_whose_copies(ranks, copies, kept_by):
+    assert [hostmemory.peers(rank, ranks, copies) for rank in range(ranks)] == kept_by
 
 
 def test_both_damaged_is_no_copy(tier, form, capsys):

@@ -46,7 +46,7 @@ def equal(a: Frozen, b: Frozen) -> bool:
         for name in frozen.GROUPS
         for x, y in zip(a.leaves[name], b.leaves[name], strict=True)
     )
-    return same and (a.step, a.position) == (b.step, b.position)
+    return same and (a.step, a.positions) == (b.step, b.positions)
 
 
 @pytest.fixture(scope="module")
@@ -95,6 +95,19 @@ def files_of(version: Path) -> list[Path]:
 # What tensorstore still had in flight when Orbax gave up on a read comes back to an event loop that is closed.
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
 @pytest.mark.parametrize("how", ["damaged", "cut short", "deleted"])
+def test_a_damaged_version_is_written_anew_when_its_step_comes_once_more(two, tmp_path):
+    v = variant("adamw")
+    shutil.copytree(two, tmp_path / "saved")
+    for path in (tmp_path / "saved" / "2" / "state").rglob("*"):
+        if path.is_file() and path.stat().st_size > 256:
+            path.write_bytes(path.read_bytes()[:-8] + b"\xff" * 8)
+    form, said = frozen.form_of(v.job), []
+    assert persistent.restore(form, tmp_path / "saved", said.append).step == 1
+    assert said
+    persistent.save(form, state_at(v, 2), tmp_path / "saved")
+    assert equal(persistent.restore(form, tmp_path / "saved", lambda text: pytest.fail(text)), state_at(v, 2))
+
+
 def test_a_damaged_version_is_passed_over_for_the_next_older_one(two, how, tmp_path):
     """Each file of the newest version in turn, in several places."""
     v, rng, warned = variant("adamw"), random.Random(SEED), 0
@@ -184,7 +197,7 @@ def large():
             name: [np.full(spec.shape, step % 251, jnp.dtype(spec.dtype)) for spec in group]
             for name, group in frozen.form_of(job).specs.items()
         }
-        return Frozen(step, leaves, b"%d" % step)
+        return Frozen(step, leaves, (b"%d" % step,))
 
     return job, make
 
@@ -223,7 +236,7 @@ def test_a_checkpoint_that_plain_orbax_has_written_is_resumed_from(tmp_path, ite
         manager.save(2, args=args if item == "default" else ocp.args.Composite(**{item: args}))
         manager.wait_until_finished()
     found = persistent.restore(form, tmp_path / "theirs")
-    assert equal(found, dataclasses.replace(kept, position=b""))
+    assert equal(found, dataclasses.replace(kept, positions=(b"",)))
     with pytest.raises(errors.LayoutError, match=r"theirs/2 (has no|holds) "):
         persistent.restore(frozen.form_of(variant("lamb").job), tmp_path / "theirs")
 

@@ -57,6 +57,19 @@ def leto(*arguments: object, secs: float = START_SECS) -> subprocess.CompletedPr
     return subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True, timeout=secs, check=False, stdin=subprocess.DEVNULL)
 
 
+def read_plainly(directory: object, *step: int) -> dict[str, Any]:
+    """A checkpoint in a directory, the newest by default: `step`, and of each of its `leaves`, by path, `shape`, `first` element and `sha256`."""
+    command = [sys.executable, str(TINY.with_name("read_plainly.py")), str(directory), *map(str, step)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=START_SECS, check=False)
+    assert done.returncode == 0, done.stderr
+    return json.loads(done.stdout.strip().splitlines()[-1])
+
+
+def shapes(found: dict[str, Any], group: str = "") -> dict[str, list[int]]:
+    """Of what `read_plainly` gives: the shapes of the leaves of a group, or of all."""
+    return {path: leaf["shape"] for path, leaf in found["leaves"].items() if path.startswith(f"['{group}']" if group else "")}
+
+
 class Result(NamedTuple):
     """What a training run printed. losses: by step. final: the last line that says so."""
 

@@ -12,28 +12,13 @@ import sys
 import threading
 
 import pytest
-from jobs import END_SECS, START_SECS, alone, leto, result, wait_until
+from jobs import END_SECS, START_SECS, alone, leto, read_plainly, result, shapes, wait_until
 
 from leto_jax import errors
 from leto_jax.agent.processes import state_letter
 
 STEPS = 12
-# What somebody does who has never heard of leto.
-PLAIN = """
-import sys, json, numpy as np, jax, orbax.checkpoint as ocp
-with ocp.CheckpointManager(sys.argv[1], item_names=("state", "iterator", "metadata")) as manager:
-    step = manager.latest_step()
-    state = manager.restore(step, args=ocp.args.Composite(state=ocp.args.StandardRestore())).state
-assert "leto_jax" not in sys.modules
-print(json.dumps({"step": step, "groups": sorted(state), "params": {k: list(np.shape(v)) for k, v in state["params"].items()},
-                  "count": int(np.asarray(jax.tree.leaves(state["extras"])[0]))}))
-"""
-
-
-def plainly(directory) -> dict:
-    done = subprocess.run([sys.executable, "-c", PLAIN, str(directory)], capture_output=True, text=True, timeout=120, check=False)
-    assert done.returncode == 0, done.stderr
-    return json.loads(done.stdout.strip().splitlines()[-1])
+SHAPES = {"b": [256], "w0": [64, 256], "w1": [256, 256], "w2": [256, 10]}
 
 
 @pytest.mark.timeout(600)
@@ -53,10 +38,10 @@ def test_a_job_that_runs_is_written_and_another_goes_on_from_it(jobs, tmp_path, 
     found = json.loads(out)
     assert (asked.returncode, found["job"], found["step"]) == (0, run.job, 5)
     assert run.events("checkpoint")[0]["commit"] == 5
-    shown = plainly(tmp_path / "saved")
-    assert (shown["step"], shown["count"]) == (5, 5)
-    assert shown["groups"] == ["extras", "opt_state", "params"]
-    assert shown["params"] == {"b": [256], "w0": [64, 256], "w1": [256, 256], "w2": [256, 10]}
+    shown = read_plainly(tmp_path / "saved")
+    assert (shown["step"], shown["leaves"]["['extras']['steps']"]["first"]) == (5, 5)
+    assert {path.split("]")[0] for path in shown["leaves"]} == {"['extras'", "['opt_state'", "['params'"}
+    assert shapes(shown, "params") == {f"['params']['{name}']": shape for name, shape in SHAPES.items()}
     run.finish_as_if_nothing_had_happened(STEPS, like=("--data", data))
 
     again = jobs.run("--data", data, "--steps", STEPS, options=("--shadow-level", 0, "--resume", tmp_path / "saved"))

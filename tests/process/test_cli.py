@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -100,6 +101,18 @@ def test_plan_shows_what_would_be_taken_and_takes_nothing(jobs):
         assert f"│ {row}" in small.stdout, small.stdout
     assert "1024000.00" in huge.stdout, huge.stdout
     assert list((jobs.root / "run").iterdir()) == list((jobs.root / "state").iterdir()) == []
+
+
+def test_the_plan_of_several_ranks_is_that_of_one_ranks_shards(jobs):
+    whole = leto("run", "--plan", TINY)
+    half = leto("run", "--plan", "--nproc-per-node", 2, TINY, "--cut", "rows")
+    assert (whole.returncode, half.returncode) == (0, 0), half.stderr
+    mib = lambda done: float(re.search(r"parameters +│ +([0-9.]+)", done.stdout)[1])
+    assert mib(half) == pytest.approx(mib(whole) / 2, rel=0.2)
+    assert half.stdout.count("memory plan, rank 0") == 1
+    failed = leto("run", "--plan", "--nproc-per-node", 2, TINY, "--cut", "rows", "--width", 255)
+    assert failed.returncode == 2
+    assert "cuts evenly, found [255]" in failed.stderr
 
 
 def test_debug_has_no_shadow_and_no_watchdog_and_the_terminal(jobs):

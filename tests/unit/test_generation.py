@@ -20,7 +20,7 @@ def generation(*children: dict[str, object]) -> Generation:
     usual = {"ready": False, "greeted": True, "refused": "", "lost": False, "returncode": None, "pid": 1}
     process = Process("job", "shadow", 0, Path("/nonexistent"), 3, Path("/nonexistent"), ranks=max(1, len(children)))
     nobody = lambda *_: None
-    made = Generation(process, Program([], {}, None), selectors.DefaultSelector(), Terminal(), nobody, nobody, nobody)
+    made = Generation(process, (), Program([], {}, None), selectors.DefaultSelector(), Terminal(), nobody, nobody, nobody)
     made.children = tuple(SimpleNamespace(rank=rank, **{**usual, **child}) for rank, child in enumerate(children))
     return made
 
