@@ -677,11 +677,8 @@ class Agent:
         self._inoperable = None
         if self._in_place:
             self._ranks.empty(self._open_link.client, self._open_link.descriptors)
-        shadows = self._shadows
-        if moved and shadows is not None:
-            self._shadows = None
-            shadows.fence(self.settings.deadlines.reap)
         if moved:
+            self._end_shadows("a rank goes on with another GPU")
             self._say(", ".join(f"rank {rank} goes on with GPU {self._spares.gpus[rank]}" for rank in moved))
         return bool(moved)
 
