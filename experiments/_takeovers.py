@@ -16,7 +16,7 @@ from typing import Any
 import _runs
 
 from leto_jax.agent import client
-from leto_jax.config import state_root
+from leto_jax.config import PARKED, state_root
 from leto_jax.errors import JobError, LetoError
 from leto_jax.goodput import journal, report
 
@@ -41,20 +41,27 @@ READY_SECS = 240.0
 WAIT_SECS = 60.0
 
 
-def collect(kills: int, options: Mapping[str, object], environ: Mapping[str, str] | None = None) -> list[dict[str, Any]]:
+def collect(
+    kills: int, options: Mapping[str, object], environ: Mapping[str, str] | None = None, level: str = "auto"
+) -> list[dict[str, Any]]:
     """Runs `leto run train_lm.py` with `options`, kills it `kills` times, at every phase in turn; the takeovers as `leto report` gives them.
 
-    Raises what the agent raises when the job does not come to a ready shadow in time.
+    level: `--shadow-level`; with '0' a new process takes over. Raises what the agent raises when the job does not come to a ready shadow in time.
     """
     job = f"bench-{uuid.uuid4().hex[:8]}"
-    command = [sys.executable, "-m", "leto_jax.cli", "run", "--job", job, *_runs.script(options), "--steps", "1000000"]
+    leto = [sys.executable, "-m", "leto_jax.cli", "run", "--job", job, "--shadow-level", level]
+    command = [*leto, *_runs.script(options), "--steps", "1000000"]
     begin = time.monotonic()
     with subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, env={**os.environ, **(environ or {})}) as process:
         try:
             for number in range(kills):
                 phase = PHASES[number % len(PHASES)]
+                if level == PARKED:
+                    wait_for_level(job, process, PARKED)
                 ask_when_up(
-                    job, {"op": "inject", "kind": "sigkill", "phase": phase, "when_ready": True, "deadline_secs": READY_SECS}, process
+                    job,
+                    {"op": "inject", "kind": "sigkill", "phase": phase, "when_ready": level != "0", "deadline_secs": READY_SECS},
+                    process,
                 )
                 print(f"{time.monotonic() - begin:6.1f} s: killed in {phase} ({number + 1} of {kills})", file=sys.stderr, flush=True)
             wait_for(job, process, "takeover", kills)
@@ -63,12 +70,12 @@ def collect(kills: int, options: Mapping[str, object], environ: Mapping[str, str
             with contextlib.suppress(subprocess.TimeoutExpired):
                 process.wait(20)
             process.kill()
-    return report.summarise(_events(job))["takeovers"]
+    return report.summarise(events(job))["takeovers"]
 
 
 def rows(found: Sequence[Mapping[str, Any]], **more: Any) -> list[dict[str, Any]]:
     """Takeovers as flat rows of a result."""
-    kept = ("kind", "phase", "step", "takeover_secs", "lost_steps", "compiles")
+    kept = ("kind", "phase", "step", "takeover_secs", "lost_steps", "compiles", "level")
     return [
         {
             "part": "takeover",
@@ -118,12 +125,26 @@ def ask_when_up(job: str, message: dict[str, Any], process: subprocess.Popen) ->
     client.ask(job, message, message["deadline_secs"] + 5)
 
 
+def wait_for_level(job: str, process: subprocess.Popen, level: int | str) -> None:
+    """Until a shadow is ready at `level`, as `leto status` shows it. Raises RuntimeError if the job ends before, TimeoutError."""
+    end = time.monotonic() + READY_SECS
+    while time.monotonic() < end:
+        with contextlib.suppress(LetoError):
+            ranks = client.ask(job, {"op": "status"})["ranks"]
+            if any((rank["phase"], rank["level"]) == ("ready", level) for rank in ranks):
+                return
+        if process.poll() is not None:
+            raise RuntimeError(f"{job} ended with exit code {process.returncode} before a shadow was ready at level {level}")
+        time.sleep(0.2)
+    raise TimeoutError(f"expected a shadow of {job} at level {level} within {READY_SECS:.0f} s, found none")
+
+
 def wait_for(job: str, process: subprocess.Popen, event: str, count: int = 1, secs: float = WAIT_SECS) -> None:
     """Until the job's journal has `count` events of this name. Raises RuntimeError if the job ends before, TimeoutError."""
     end = time.monotonic() + secs
     while time.monotonic() < end:
         with contextlib.suppress(JobError):  # no journal yet
-            if sum(line["event"] == event for line in _events(job)) >= count:
+            if sum(line["event"] == event for line in events(job)) >= count:
                 return
         if process.poll() is not None:
             raise RuntimeError(f"{job} ended with exit code {process.returncode} before {event} number {count}")
@@ -131,5 +152,5 @@ def wait_for(job: str, process: subprocess.Popen, event: str, count: int = 1, se
     raise TimeoutError(f"expected {count} x {event} in the journal of {job} within {secs:.0f} s, found fewer")
 
 
-def _events(job: str) -> list[dict[str, Any]]:
+def events(job: str) -> list[dict[str, Any]]:
     return journal.read(state_root() / job / "journal.jsonl")

@@ -34,6 +34,7 @@ CORPUS_BYTES = 2_000_000  # reading more would delay every shadow
 HELD_OUT_BYTES = 100_000
 EVAL_BATCHES = 4
 SMALL = 1 << 16  # elements of a leaf that is not worth cutting
+HELD_MIB = 64
 
 
 class Block(nnx.Module):
@@ -134,6 +135,13 @@ def own_windows(batches: Callable[[int], np.ndarray]) -> Callable[[int], np.ndar
     return lambda step: np.array_split(batches(step), ranks)[rank]
 
 
+def hold_memory(held: list[jax.Array], path: Path) -> None:
+    """Takes device memory until as many MiB are held as a file says."""
+    wanted = int(path.read_text()) if path.exists() else 0
+    while len(held) * HELD_MIB < wanted:
+        held.append(jax.block_until_ready(jax.device_put(np.zeros(HELD_MIB << 20, np.uint8))))
+
+
 def optimizer(steps: int, rate: float) -> optax.GradientTransformation:
     """AdamW with clipping by global norm and a warm-up cosine schedule; biases and norms are not decayed."""
     schedule = optax.warmup_cosine_decay_schedule(0.0, rate, min(20, steps // 2 + 1), max(steps, 2), rate / 10)
@@ -158,10 +166,13 @@ def main(
     eval_every: Annotated[int, typer.Option(min=0, help="Steps between evaluations on held-out text; 0: none.")] = 0,
     sleep_secs: Annotated[float, typer.Option(min=0.0, help="Pause after each step, for demonstrations.")] = 0.0,
     sleep_while: Annotated[Path | None, typer.Option(help="Pause only while this file exists.")] = None,
+    hold: Annotated[
+        Path | None, typer.Option(help="File with a number: MiB of memory that the loop body takes beside the training.")
+    ] = None,
     json: Annotated[Path | None, typer.Option(help="Write the result to this file.")] = None,
 ) -> None:
     """Trains a byte-level language model on the sources of Python's standard library."""
-    settings = {name: value for name, value in locals().items() if name not in ("json", "sleep_while")}
+    settings = {name: value for name, value in locals().items() if name not in ("json", "sleep_while", "hold")}
     if device not in ("cpu", "gpu"):
         raise typer.BadParameter(f"expected cpu or gpu, found {device!r}", param_hint="--device")
     if width % heads:
@@ -189,6 +200,7 @@ def main(
     data = own_windows(windows(train, batch, context, seed))
     with leto.session(init, step, data, key=jax.random.key(seed), steps=steps, warm=warm, sharding=sharding(cut)) as s:
         state, rows, sha256 = s.state, [], hashlib.sha256(corpus).hexdigest()
+        held: list[jax.Array] = []
         print(f"train_lm: {parameters / 1e6:.2f} M parameters, corpus sha256:{sha256} ({len(corpus)} bytes)", file=sys.stderr, flush=True)
         for t, tokens in s:
             state, metrics = s.step(state, tokens)
@@ -200,6 +212,8 @@ def main(
                 with s.section("eval", timeout_secs=600):
                     losses = [float(evaluate(state, examples(n))) for n in range(EVAL_BATCHES)]
                 print(f"step {t} held-out loss {sum(losses) / EVAL_BATCHES!r}", flush=True)
+            if hold is not None:
+                hold_memory(held, hold)
             if not s.replayed and (sleep_while is None or sleep_while.exists()):
                 time.sleep(sleep_secs)
     if json is not None and jax.process_index() == 0:

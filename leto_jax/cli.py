@@ -16,7 +16,7 @@ from typing import Annotated, Any
 import typer
 
 from leto_jax import errors
-from leto_jax.config import IN_PLACE, METRICS_FILE, RECOVERY, Deadlines, Interval, Tiers, state_root
+from leto_jax.config import AUTO, IN_PLACE, METRICS_FILE, PARKED, RECOVERY, SHADOW_LEVELS, Deadlines, Interval, Tiers, state_root
 from leto_jax.config import deterministic as repeatable
 
 app = typer.Typer(
@@ -55,7 +55,14 @@ def run(
             "--max-restarts-without-progress", help="Give up after so many restarts that led to the same failure at the same step."
         ),
     ] = 3,
-    shadow_level: Annotated[str, typer.Option("--shadow-level", help="auto, 3 (everything loaded) or 0 (no shadow).")] = "auto",
+    shadow_level: Annotated[
+        str,
+        typer.Option(
+            "--shadow-level",
+            help="How far a shadow goes before it waits: 3 (everything loaded), parked (its GPU state moved to host memory), 2 (device open, programs "
+            "traced), 1 (libraries imported), 0 (no shadow), or auto (3, and lower while device memory is short).",
+        ),
+    ] = AUTO,
     deterministic: Annotated[
         bool, typer.Option("--deterministic", help="Set XLA flags that make GPU programs repeatable; CPU programs are.")
     ] = False,
@@ -131,8 +138,13 @@ def run(
         raise errors.UsageError(f"--nproc-per-node: expected 1 or more, found {nproc_per_node}")
     if nnodes != 1 or rdzv_endpoint is not None:
         _later("--nnodes, --rdzv-endpoint", "one machine; several nodes come in a later issue")
-    if shadow_level not in ("auto", "3", "0"):
-        _later(f"--shadow-level {shadow_level}", "levels are auto, 3 and 0 on the CPU; the others come with the many-ranks issue")
+    if shadow_level not in SHADOW_LEVELS:
+        raise errors.UsageError(f"--shadow-level: expected one of {', '.join(SHADOW_LEVELS)}, found {shadow_level!r}")
+    if shadow_level == PARKED and nproc_per_node > 1:
+        raise errors.UsageError(
+            f"--shadow-level {PARKED}: expected one rank with it, found --nproc-per-node {nproc_per_node}: CUDA cannot move processes aside that "
+            "are connected; take auto, 3, 2, 1 or 0"
+        )
     if spares < 0:
         raise errors.UsageError(f"--spares: expected 0 or more, found {spares}")
     if spares and not (checkpoint_every or copy_every):
@@ -177,6 +189,7 @@ def run(
         job_dir=state_root() / name,
         ranks=nproc_per_node,
         shadow=shadow_level != "0" and not debug,
+        shadow_level=shadow_level,
         limits=Limits(max_restarts, max_restarts_without_progress),
         deadlines=deadlines,
         debug=debug,
@@ -300,6 +313,7 @@ def inject(
     phase: Annotated[str, typer.Option("--phase", help="compute, decide, update, commit, drain, takeover or body.")] = "compute",
     step: Annotated[int | None, typer.Option("--step", help="At this step; by default the next one.")] = None,
     chunk: Annotated[int | None, typer.Option("--chunk", help="Phase update: when so many chunks carry their mark.")] = None,
+    times: Annotated[int, typer.Option("--times", help="Kind oom: so often at the same place; the first one at a step is survived.")] = 1,
     when_ready: Annotated[bool, typer.Option("--when-ready", help="Wait until a shadow is ready.")] = False,
     timeout_secs: Annotated[float, typer.Option("--timeout-secs", help="How long to wait for the moment.")] = Deadlines.inject_wait,
     rank: Annotated[int, typer.Option("--rank", help="The rank that fails.")] = 0,
@@ -317,7 +331,7 @@ def inject(
         raise errors.UsageError(f"--phase: expected one of {', '.join(phases)}, found {phase!r}")
     if chunk is not None and phase != "update":
         raise errors.UsageError(f"--chunk: goes with --phase update, found --phase {phase}")
-    for option, value, least in (("--step", step, 1), ("--chunk", chunk, 0), ("--rank", rank, 0)):
+    for option, value, least in (("--step", step, 1), ("--chunk", chunk, 0), ("--rank", rank, 0), ("--times", times, 1)):
         if value is not None and value < least:
             raise errors.UsageError(f"{option}: expected {least} or more, found {value}")
     name = client.find_job(job)
@@ -328,6 +342,7 @@ def inject(
         "phase": phase,
         "step": -1 if step is None else step,
         "chunk": -1 if chunk is None else chunk,
+        "times": times,
     }
     reply = client.ask(name, {**message, "when_ready": when_ready, "deadline_secs": timeout_secs}, timeout_secs + 5)
     print(jsonlib.dumps({"job": name, **reply}) if json else f"{kind} fired in job {name} at step {reply['fired_step']}")

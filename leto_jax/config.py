@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import enum
 import json
 import os
 from collections.abc import Mapping
@@ -104,6 +105,20 @@ SPARES = (IN_PLACE, "host-memory+spare")
 """Those with a process that waits."""
 
 
+class Level(enum.IntEnum):
+    """How far a shadow has got when it waits to be promoted; what is left is done after the promotion."""
+
+    NONE = 0
+    PROCESS = 1  # libraries are imported; the script has not begun, no device is open
+    DEVICE = 2  # the script has come to its session, the device is open, the programs are traced, and are the job's
+    LOADED = 3  # the programs are loaded and have run once: nothing is left
+
+
+AUTO, PARKED = "auto", "parked"
+SHADOW_LEVELS = (AUTO, "3", PARKED, "2", "1", "0")
+"""What `leto run --shadow-level` takes. Parked: loaded, and its GPU state moved to host memory while it waits. Auto: what the device has room for."""
+
+
 class Interval(NamedTuple):
     """How often: every `steps` steps, every `secs` seconds, or, if both are None, as often as costs least (Daly 2006)."""
 
@@ -149,9 +164,9 @@ class Process:
     """What a trainer or shadow learns from the agent that started it. The one place where `LETO_*` variables are read.
 
     role: 'trainer', 'shadow', or 'plan' (prints the memory plan at its session and ends). resume: directory of checkpoints to start from, ''
-    for none. shadow: whether the job has shadows. recovery: one of RECOVERY. ranks: of the job; all processes of one incarnation are its
-    generation. coordinator: 'host:port' where they meet, '' if there is one rank. gpu: the one to drive if there are GPUs, of those that CUDA
-    shows; None for the only one.
+    for none. shadow_level: of a trainer, the one of SHADOW_LEVELS that the job was started with; of a shadow, the `Level` at which it waits, as a
+    number. recovery: one of RECOVERY. ranks: of the job; all processes of one incarnation are its generation. coordinator: 'host:port' where they
+    meet, '' if there is one rank. gpu: the one to drive if there are GPUs, of those that CUDA shows; None for the only one.
     """
 
     job: str
@@ -161,7 +176,7 @@ class Process:
     incarnation: int
     job_dir: Path
     resume: str = ""
-    shadow: bool = True
+    shadow_level: str = AUTO
     recovery: str = IN_PLACE
     tiers: Tiers = dataclasses.field(default_factory=Tiers)
     ranks: int = 1
@@ -194,7 +209,7 @@ class Process:
             incarnation=int(found["LETO_INCARNATION"]),
             job_dir=Path(found["LETO_JOB_DIR"]),
             resume=environ.get("LETO_RESUME", ""),
-            shadow=environ.get("LETO_SHADOW", "1") == "1",
+            shadow_level=environ.get("LETO_SHADOW_LEVEL", AUTO),
             recovery=environ.get("LETO_RECOVERY", IN_PLACE),
             tiers=Tiers(**json.loads(environ.get("LETO_TIERS", "{}"))),
             ranks=int(environ.get("LETO_RANKS", "1")),
@@ -213,7 +228,7 @@ class Process:
             "LETO_INCARNATION": str(self.incarnation),
             "LETO_JOB_DIR": str(self.job_dir),
             "LETO_RESUME": self.resume,
-            "LETO_SHADOW": str(int(self.shadow)),
+            "LETO_SHADOW_LEVEL": self.shadow_level,
             "LETO_RECOVERY": self.recovery,
             "LETO_TIERS": json.dumps(dataclasses.asdict(self.tiers)),
             "LETO_RANKS": str(self.ranks),

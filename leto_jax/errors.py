@@ -69,3 +69,8 @@ class DeviceError(LetoError, RuntimeError):
 
 class CheckpointError(LetoError, OSError):
     """A checkpoint cannot be written, or none can be read."""
+
+
+def out_of_memory(exception: BaseException) -> bool:
+    """Whether this is how XLA says that its device has no memory left. By name: nothing here imports JAX."""
+    return type(exception).__name__ == "JaxRuntimeError" and "RESOURCE_EXHAUSTED" in str(exception)

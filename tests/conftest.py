@@ -10,6 +10,8 @@ from pathlib import Path
 
 import pytest
 
+from leto_jax.arena.control import BYTES, Control
+
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
 # Where Python may not write bytecode, each of the hundreds of processes that tests start would compile JAX and Flax anew, two seconds each.
 os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
@@ -48,3 +50,14 @@ def leto_dirs(monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
             (root / name).mkdir(mode=0o700)
             monkeypatch.setenv(variable, str(root / name))
         yield root
+
+
+@pytest.fixture
+def control() -> Iterator[Control]:
+    """Control words in memory of their own, all zero."""
+    fd = os.memfd_create("control")
+    os.ftruncate(fd, BYTES)
+    words = Control(fd)
+    os.close(fd)
+    yield words
+    words.close()

@@ -33,6 +33,7 @@ from leto_jax.agent.books import Books, Pending
 from leto_jax.agent.door import Door, Speaker
 from leto_jax.agent.generation import Generation, Program
 from leto_jax.agent.injection import DAMAGE, Injection
+from leto_jax.agent.leveller import Leveller
 from leto_jax.agent.link import Link
 from leto_jax.agent.output import Terminal
 from leto_jax.agent.policy import Action, Failure, Kind, Limits
@@ -42,7 +43,7 @@ from leto_jax.agent.saving import Saving
 from leto_jax.agent.spares import Spares
 from leto_jax.agent.watch import Symptom, Watch
 from leto_jax.arena.control import Word
-from leto_jax.config import HOST_TIER, IN_PLACE, METRICS_FILE, SPARES, Deadlines, Process, Tiers
+from leto_jax.config import AUTO, HOST_TIER, IN_PLACE, METRICS_FILE, PARKED, SPARES, Deadlines, Level, Process, Tiers
 from leto_jax.faults import Phase
 from leto_jax.goodput import live
 from leto_jax.goodput.journal import Journal
@@ -69,6 +70,7 @@ class Settings:
     job_dir: Path
     ranks: int = 1
     shadow: bool = True
+    shadow_level: str = AUTO  # one of SHADOW_LEVELS
     limits: Limits = dataclasses.field(default_factory=Limits)
     deadlines: Deadlines = dataclasses.field(default_factory=Deadlines)
     debug: bool = False
@@ -184,6 +186,7 @@ class Agent:
         self._watchdog = Watch(self._ranks.controls, deadlines)
         self._injection = Injection(self._ranks.controls, self.journal, deadlines)
         self._saving = Saving(self._ranks.controls[0], directory)
+        self._leveller = Leveller(self.settings.shadow_level, self.settings.ranks, self.journal, self._say, self._tell)
         self._watch_gpus()
         self._write_run_file("running")
         self.journal.write("start", job=job, script=self.settings.script, arguments=list(self.settings.arguments), attached=self._attached)
@@ -204,6 +207,8 @@ class Agent:
             key.data()
         self._sample()
         self._watch()
+        if self._trainers is not None and self._exit is None:
+            self._release(self._leveller.poll(self._shadows))
         self._injection.serve(self._in_loop, self._shadows is not None and self._shadows.ready)
         if self._preempted and not self._preempt_asked:
             self._preempt_asked = True
@@ -238,6 +243,8 @@ class Agent:
         if gpus == self._gpus:
             return
         self._operability.close()
+        if self.settings.shadow:
+            self._leveller.watch(gpus, self._program.environ)
         self._gpus, self._operability = gpus, operability.Operability(self.settings.job_dir, gpus, self._program.environ)
         verdict = self._operability.start()
         if not verdict.operable:
@@ -270,6 +277,7 @@ class Agent:
             shutil.rmtree(self.settings.job_dir / CACHE, ignore_errors=True)
         self._open_link.close(keep)
         self._operability.close()
+        self._leveller.close()
         self._terminal.drain()
         for teller in (self._prometheus, self._tensorboard):
             if teller is not None:
@@ -358,7 +366,7 @@ class Agent:
             self._incarnation,
             settings.job_dir,
             settings.resume,
-            settings.shadow,
+            str(int(self._leveller.top.level)) if role == "shadow" else settings.shadow_level,
             settings.recovery,
             settings.tiers,
             settings.ranks,
@@ -404,11 +412,45 @@ class Agent:
     def _start_shadows(self) -> None:
         """Starts shadows if some are wanted now: beside trainers that are in their loop."""
         self._shadow_due = math.inf
-        wanted = self.settings.shadow and self.settings.recovery in SPARES
+        wanted = self.settings.shadow and self.settings.recovery in SPARES and self._leveller.top.level > Level.NONE
         if not wanted or self._shadows is not None or self._trainers is None or self._shadow_refused or self._exit is not None:
             return
         self._shadows = self._generation("shadow", "shadow")
         self._launch(self._shadows)
+
+    def _release(self, reason: str) -> None:
+        """Ends the shadows; the next ones start at the level that is right now. reason: '' if there is none to do so."""
+        if not reason or self._shadows is None:
+            return
+        self._end_shadows(reason)
+        self._shadow_due = time.monotonic()
+        self._say(f"{reason}: the next shadow waits at level {self._leveller.top.shown}")
+
+    def _end_shadows(self, reason: str) -> None:
+        shadows, self._shadows = self._shadows, None
+        if shadows is not None:
+            shadows.fence(self.settings.deadlines.reap)
+            self.journal.write("released", incarnation=shadows.incarnation, reason=reason)
+
+    def _tell(self, generation: Generation, message: protocol.Message) -> None:
+        """To all ranks. Raises before any of them is told if one cannot be: then all are as they were."""
+        socks = [self._open_door.socket_of(Speaker(generation.incarnation, rank)) for rank in range(generation.ranks)]
+        for rank, sock in enumerate(socks):
+            if sock is None:
+                raise errors.ProtocolError(generation.named(rank, "its connection is gone"))
+        for sock in socks:
+            assert sock is not None
+            protocol.send(sock, message, deadline=time.monotonic() + REPLY_SECS)
+
+    def _reclaim(self, sock: socket.socket, step: int) -> None:
+        """The trainer has run out of memory: it has what the shadows had, and a new epoch to go on with, as a process that takes over."""
+        if self._trainers is None or not any(generation is self._trainers for generation, _ in self._found(self._open_door.speaker(sock))):
+            raise errors.JobError("reclaim: expected the trainer of this job, found another process")
+        self._injection.survived()
+        self._end_shadows(f"the trainer ran out of memory in step {step}")
+        self._shadow_due = math.inf  # until that step is done
+        self._leveller.reclaimed()
+        protocol.send(sock, {"ok": True, "epoch": self._ranks.raise_epoch()}, deadline=time.monotonic() + REPLY_SECS)
 
     def _note_coordinator(self, generation: Generation, reason: str) -> None:
         assert generation.coordinator is not None
@@ -518,11 +560,10 @@ class Agent:
         if trainers is None:
             if shadows is not None and self._pending is not None and time.monotonic() - self._pending.since > deadlines.init:
                 self._say(f"the shadow was not ready within {deadlines.init:g} s")
-                self._shadows = None
-                shadows.fence(deadlines.reap)
+                self._end_shadows(f"it was not ready within {deadlines.init:g} s")
                 self._recover()
             return
-        promoted = self._pending is not None and self._pending.path == "shadow"
+        promoted = self._pending is not None and self._pending.path == "shadow" and trainers.level == Level.LOADED
         symptom = self._watchdog.look(trainers, promoted, self._books.median_step_secs, self._injection.firing())
         if symptom is None:
             return
@@ -636,11 +677,8 @@ class Agent:
         self._inoperable = None
         if self._in_place:
             self._ranks.empty(self._open_link.client, self._open_link.descriptors)
-        shadows = self._shadows
-        if moved and shadows is not None:
-            self._shadows = None
-            shadows.fence(self.settings.deadlines.reap)
         if moved:
+            self._end_shadows("a rank goes on with another GPU")
             self._say(", ".join(f"rank {rank} goes on with GPU {self._spares.gpus[rank]}" for rank in moved))
         return bool(moved)
 
@@ -651,19 +689,18 @@ class Agent:
         assert self._pending is not None
         epoch = self._ranks.promote(shadows.incarnation)
         self._trainers, self._shadows, self._shadow_deaths = shadows, None, 0
+        self._pending.level = shadows.children[0].shown_level
         shadows.promoted()
-        socks = [self._open_door.socket_of(Speaker(shadows.incarnation, rank)) for rank in range(shadows.ranks)]
+        began = time.monotonic()
         try:
-            for rank, sock in enumerate(socks):
-                if sock is None:  # found before any of them is told: then all are as they were
-                    raise errors.ProtocolError(shadows.named(rank, "its connection is gone"))
-            for sock in socks:
-                assert sock is not None
-                protocol.send(sock, {"op": "promote", "epoch": epoch}, deadline=time.monotonic() + REPLY_SECS)
+            self._leveller.bring_back(shadows)
+            if self._pending.level == PARKED:
+                self._pending.stages["unpark"] = time.monotonic() - began
+            self._tell(shadows, {"op": "promote", "epoch": epoch})
         except errors.LetoError as exception:
             self._say(f"the shadow cannot be promoted ({exception}); a new trainer attaches")
             shadows.fence(self.settings.deadlines.reap)
-            self._trainers, self._pending.path = None, "cold"
+            self._trainers, self._pending.path, self._pending.level = None, "cold", 0
             self._start_trainers("cold")
             return self._ranks.epoch
         shadows.set_priority(0)
@@ -699,11 +736,13 @@ class Agent:
             self._injection.ask(sock, message, on_gpu)
         elif op == "checkpoint":
             self._saving.ask(str(message["directory"]), float(message["deadline_secs"]), sock)
+        elif op == "reclaim":
+            self._reclaim(sock, int(message["step"]))
         elif op == "stop":
             protocol.send(sock, {"ok": True}, deadline=time.monotonic() + REPLY_SECS)
             self._finish(policy.STOPPED, "leto stop")
         else:
-            raise errors.ProtocolError(f"agent: expected hello, event, status, inject, checkpoint or stop, found {op!r}")
+            raise errors.ProtocolError(f"agent: expected hello, event, status, inject, checkpoint, reclaim or stop, found {op!r}")
 
     def _hung_up(self, sock: socket.socket) -> None:
         self._injection.gone(sock)
@@ -722,7 +761,11 @@ class Agent:
             child.ready, child.level = True, int(message["level"])
             set_priority(child.pid, 0)
             self.journal.write("ready", **who, level=child.level, note=str(message["note"]))
-            if self._pending is not None and self._trainers is None and generation is self._shadows and generation.ready:
+            if generation is not self._shadows or not generation.ready:
+                return
+            if self._pending is None or self._trainers is not None:
+                self._release(self._leveller.ready(generation))
+            else:
                 path = self._pending.path
                 epoch = self._promote()
                 self.journal.write("decision", action="promote", reason="the shadow that was loading is ready", path=path, epoch=epoch)
@@ -748,6 +791,11 @@ class Agent:
             self.journal.write("saved", **who, **fields)
             if not message["error"]:
                 self._copied |= {child.rank} if message["tier"] == HOST_TIER else set(range(self.settings.ranks))
+        elif name == "retried":
+            fields = {key: message[key] for key in ("step", "action", "reason", "secs")}
+            self.journal.write("retried", **who, **fields)
+            self._say(f"step {message['step']} ran out of memory, and was done in a second try without a shadow ({message['reason']})")
+            self._shadow_due = time.monotonic()
         elif name == "stopped":
             self.journal.write("stopped", **who, reason=str(message["reason"]))
         elif name == "done":

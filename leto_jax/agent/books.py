@@ -33,6 +33,7 @@ class Pending:
     kind: str
     rank: int
     path: str = ""
+    level: int | str = 0  # of the shadow that takes over
     since: float = dataclasses.field(default_factory=time.monotonic)
 
     def after(self, earlier: Pending) -> Pending:
@@ -154,6 +155,7 @@ class Books:
             compiles=sum(message["compiles"] for message in messages),
             plan=first["action"],
             path=pending.path,
+            level=pending.level,
             plain_step_secs=plain,
             repaired_pages=sum(message["repaired_pages"] for message in messages),
             ranks=trainers.ranks,

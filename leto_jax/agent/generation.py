@@ -15,7 +15,7 @@ from leto_jax.agent import policy
 from leto_jax.agent.coordinator import Coordinator
 from leto_jax.agent.output import Relay, Terminal
 from leto_jax.agent.policy import Kind
-from leto_jax.agent.processes import Child, new_token, set_priority, spawn
+from leto_jax.agent.processes import LOW, Child, new_token, set_priority, spawn
 from leto_jax.config import Process
 from leto_jax.manager import fence
 
@@ -115,6 +115,11 @@ class Generation:
         return bool(self.children) and all(child.ready for child in self.children)
 
     @property
+    def level(self) -> int:
+        """At which all ranks are, or were, ready."""
+        return min((child.level for child in self.children), default=0)
+
+    @property
     def running(self) -> list[Child]:
         return [child for child in self.children if child.returncode is None]
 
@@ -171,6 +176,13 @@ class Generation:
     def promoted(self) -> None:
         """The shadows are the trainers from here on."""
         self.role, self.began = "trainer", time.monotonic()
+
+    def rising(self) -> None:
+        """The shadows go on to a higher level: they are ready again when they say so."""
+        for child in self.children:
+            child.ready = False
+        self.began = time.monotonic()
+        self.set_priority(LOW)
 
     def set_priority(self, nice: int) -> None:
         for child in self.children:

@@ -31,6 +31,7 @@ class _Request:
     step: int
     chunk: int
     when_ready: bool
+    times: int
     deadline: float
     reply_to: socket.socket | None
     placed: bool = False
@@ -75,6 +76,7 @@ class Injection:
             step,
             int(message.get("chunk", ANY)),
             bool(message.get("when_ready", False)),
+            int(message.get("times", 1)),
             time.monotonic() + float(message.get("deadline_secs", self._deadlines.inject_wait)),
             sock,
         )
@@ -101,6 +103,7 @@ class Injection:
             control[Word.INJECT_PHASE] = PHASES.index(request.phase)
             control[Word.INJECT_STEP] = request.step
             control[Word.INJECT_CHUNK] = request.chunk
+            control[Word.INJECT_TIMES] = request.times
             control[Word.INJECT_FIRED_NS] = 0
             control[Word.INJECT_SEQUENCE] = control[Word.INJECT_SEQUENCE] + 1
             request.placed = True
@@ -120,6 +123,16 @@ class Injection:
             self._note(request)
         fired, self._fired = self._fired, None
         return fired
+
+    def survived(self) -> None:
+        """The trainer goes on after what it was asked for, if anything was; whoever asked is answered once it has fired for the last time."""
+        request = self._request
+        if (
+            request is not None
+            and request.placed
+            and self._controls[request.rank][Word.INJECT_TAKEN] == self._controls[request.rank][Word.INJECT_SEQUENCE]
+        ):
+            self.fired()
 
     def firing(self) -> int | None:
         """The rank that has been told to fail and has begun to, before anybody has noticed; None if there is none."""

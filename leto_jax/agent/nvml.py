@@ -151,6 +151,12 @@ def read(nvml: Any, indices: Mapping[int, int]) -> Snapshot:
     return Snapshot(tuple(read_gpu(nvml, gpu, index, links=several) for gpu, index in indices.items()), read_peers(nvml, indices))
 
 
+def free_bytes(nvml: Any, indices: Mapping[int, int]) -> int:
+    """Memory that nobody has taken on the fullest GPU of a job. Raises QueryError. Cost: two queries for each."""
+    handles = [ask(nvml, "nvmlDeviceGetHandleByIndex", index) for index in indices.values()]
+    return min(int(ask(nvml, "nvmlDeviceGetMemoryInfo", handle).free) for handle in handles)
+
+
 def read_peers(nvml: Any, indices: Mapping[int, int]) -> tuple[tuple[int, int, str], ...]:
     """`Snapshot.peers`. Raises QueryError. Cost: three queries for each pair."""
     handles = {gpu: ask(nvml, "nvmlDeviceGetHandleByIndex", index) for gpu, index in indices.items()}

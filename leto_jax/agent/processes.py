@@ -11,7 +11,7 @@ import uuid
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from leto_jax.config import Process, compile_cache
+from leto_jax.config import PARKED, Process, compile_cache
 from leto_jax.manager import fence
 
 _PR_SET_CHILD_SUBREAPER = 36
@@ -29,7 +29,8 @@ class Child:
         self.pidfd = os.pidfd_open(popen.pid)
         self.ready = False
         self.greeted = False
-        self.level = 0
+        self.level = 0  # `config.Level` at which it is, or was last, ready
+        self.parked = False  # its GPU state is in host memory
         self.refused = ""
         self.lost = False  # it found what is retained beyond repair
 
@@ -41,6 +42,11 @@ class Child:
     def returncode(self) -> int | None:
         """How it ended (negative: signal), None while it lives."""
         return self.popen.poll()
+
+    @property
+    def shown_level(self) -> int | str:
+        """For people and the journal."""
+        return PARKED if self.parked else self.level
 
     def close(self) -> None:
         if self.pidfd >= 0:

@@ -101,7 +101,7 @@ class Ranks:
             "pid": child.pid,
             "role": generation.role,
             "phase": phase,
-            "level": None if trainer else child.level,
+            "level": None if trainer else child.shown_level,
             "step": control[Word.COMMIT] if trainer else None,
         }
 

@@ -49,6 +49,7 @@ class Word(enum.IntEnum):
     INJECT_PHASE = enum.auto()
     INJECT_STEP = enum.auto()
     INJECT_CHUNK = enum.auto()
+    INJECT_TIMES = enum.auto()  # how often it fires, if it is one that a trainer gets over: out of memory
     INJECT_SEQUENCE = enum.auto()
     CHECKPOINT_ASKED = enum.auto()  # number of the request whose file is in the runtime directory
 

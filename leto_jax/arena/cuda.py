@@ -133,6 +133,12 @@ def memory(ordinal: int) -> tuple[int, int]:
     return int(free), int(total)
 
 
+def synchronize(ordinal: int) -> None:
+    """Waits until everything that this process has queued on a GPU is done. Raises DeviceError if something of it has failed for good."""
+    with context(ordinal):
+        call("cuCtxSynchronize")
+
+
 class Mapping:
     """Descriptors mapped one after the other into the address space of this process, readable and writable by the device.
 

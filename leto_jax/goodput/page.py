@@ -84,7 +84,7 @@ def lives(events: Sequence[Event]) -> list[tuple[str, int, float, float]]:
         elif kind == "attached" and running.get(who, ("trainer",))[0] != "trainer":
             end(who, at)
             running[who] = ("trainer", at)
-        elif kind in ("failure", "refused"):  # the end of a whole generation
+        elif kind in ("failure", "refused", "released"):  # the end of a whole generation
             for each in [each for each in running if each[0] == who[0]]:
                 end(each, at)
         elif kind == "done":
@@ -195,7 +195,7 @@ def _page(report: Mapping[str, Any], figures: Mapping[str, bytes]) -> str:
         ("parity coverage with the peer", percent(report["peer_coverage"])),
         ("takeovers", len(report["takeovers"])),
     ]
-    columns = ("kind", "phase", "step", "path", "detect_secs", "takeover_secs", "lost_steps", "compiles")
+    columns = ("kind", "phase", "step", "path", "level", "detect_secs", "takeover_secs", "lost_steps", "compiles")
     shown = lambda value: f"{value:.3f}" if isinstance(value, float) else str(value)
     takeovers = [[shown(item[column]) for column in columns] for item in report["takeovers"]]
     spent = [

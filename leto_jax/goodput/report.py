@@ -48,6 +48,7 @@ TAKEOVER_KEYS = (
     "lost_steps",
     "compiles",
     "path",
+    "level",
     "plain_step_secs",
 )
 BAR_CELLS = 60
@@ -65,7 +66,9 @@ class Cause(enum.StrEnum):
     ATTACH = "attach"  # decision, promotion, mapping, data position, until the first step begins [INFRASTRUCTURE_RECOVERY_FROM_DISRUPTION]
     RESTORE = "restore"  # reading the newest copy of the state, where it does not outlive its trainer [CHECKPOINT_RESTORE]
     CHECKPOINT_STALL = "checkpoint_stall"  # training stood still while a copy was taken [UNPRODUCTIVE_CHECKPOINT_SAVE]
-    ROLL_FORWARD = "roll_forward"  # verifying, repairing pages, finishing the interrupted update, encoding parity
+    ROLL_FORWARD = (
+        "roll_forward"  # verifying, repairing pages, finishing the interrupted update, encoding parity; a step's way to its second try
+    )
     RECOMPUTED_STEPS = "recomputed_steps"  # work that was done again [WASTED_PROGRESS_FROM_DISRUPTION]
     FIRST_STEP_OVERHEAD = "first_step_overhead"  # first step of a process beyond a plain one [PROGRAM_STARTUP]
     BODY_AND_DATA = "body_and_data"  # between two steps: loop body, sections, next batch [DATA_LOADING_SYNC, CUSTOM_BADPUT_EVENTS]
@@ -266,7 +269,7 @@ class _Books:
         self._loop: _Loop | None = None
         self._interrupted = 0
         self._spawned = False
-        self._stalled = 0
+        self._stalled = self._retried = 0
         self._exit_ns: int | None = None
 
     @property
@@ -320,8 +323,9 @@ class _Books:
             (Cause.PRODUCTIVE, step_ns - loop.first_ns),
             (Cause.RECOMPUTED_STEPS, lost),
             (Cause.CHECKPOINT_STALL, self._stalled),
+            (Cause.ROLL_FORWARD, self._retried),
         )
-        self._stalled = 0
+        self._stalled = self._retried = 0
         if record is not None:
             self.watched += known - begin
             self.stale += max(0, min(known - begin, _ns(record["stale_secs"])))
@@ -398,6 +402,10 @@ class _Books:
     def _on_saved(self, event: Event) -> None:
         self._stalled += _ns(event["stall_secs"])
 
+    def _on_retried(self, event: Event) -> None:
+        if self._loop is not None:  # else no step was finished yet, and all of it is time on the way there
+            self._retried += _ns(event["secs"])
+
     def _on_first_step(self, event: Event) -> None:
         if self._loop is not None and self._loop.incarnation == event["incarnation"]:
             return  # it is in its loop, and has now done again what was lost
@@ -456,7 +464,7 @@ def show(report: Mapping[str, Any], console: Any = None) -> None:
     if not takeovers:
         return
     table = Table(title="takeovers", title_justify="left")
-    for column in ("", "rank", "kind", "phase", "after commit", "path", "detect s", "takeover s", "lost steps", "compiles"):
+    for column in ("", "rank", "kind", "phase", "after commit", "path", "level", "detect s", "takeover s", "lost steps", "compiles"):
         table.add_column(column, justify="left" if column in ("kind", "phase", "path") else "right")
     for number, item in enumerate(takeovers, 1):
         seconds = (f"{item['detect_secs']:.3f}", f"{item['takeover_secs']:.3f}")
@@ -466,6 +474,7 @@ def show(report: Mapping[str, Any], console: Any = None) -> None:
             item["phase"],
             str(item["step"]),
             item["path"],
+            str(item["level"]),
             *seconds,
             str(item["lost_steps"]),
             str(item["compiles"]),
@@ -483,6 +492,8 @@ LETTERS = {
     "detect": ("D", "detect"),
     "fence": ("F", "fence"),
     "start": ("P", "a new process starts"),
+    "unpark": ("K", "the GPU state of a parked shadow comes back"),
+    "rise": ("U", "what a shadow below level 3 has left to do"),
     "attach": ("A", "attach"),
     "restore": ("C", "restore a copy"),
     "verify": ("V", "verify"),

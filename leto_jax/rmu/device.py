@@ -136,6 +136,15 @@ class DeviceTransaction(Transaction):
         self.wait_drained()
         super().close()
 
+    def abandon(self) -> None:
+        held = [self._places, self._records, self._computed, self._guess, self._token]
+        for array in jax.tree.leaves(held):
+            with contextlib.suppress(RuntimeError):  # it is an error, or was donated to a program that is one
+                jax.block_until_ready(array)
+        if isinstance(self._device, DeviceArena):
+            cuda.synchronize(self._device.ordinal)
+        super().abandon()
+
     def commit(self, step: int, intent: Record) -> None:
         jax.block_until_ready(self._token)  # raises what went wrong in any chunk: then there is no commit
         super().commit(step, intent)

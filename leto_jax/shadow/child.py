@@ -6,6 +6,7 @@ itself.
 
 from __future__ import annotations
 
+import importlib
 import os
 import runpy
 import select
@@ -17,10 +18,11 @@ import time
 from pathlib import Path
 
 from leto_jax import distributed, errors
-from leto_jax.config import Process
+from leto_jax.config import Level, Process
 from leto_jax.manager import fence, protocol
-from leto_jax.shadow.member import AGENT_SOCKET
+from leto_jax.shadow.member import AGENT_SOCKET, member_of
 
+LIBRARIES = ("jax", "optax", "flax.nnx", "leto_jax.train.session")  # what scripts import; none of them opens a device
 MEET_SECS = 120.0  # for all ranks to start
 RETURN_SECS = 10.0  # for the manager to end us when the agent is dead
 FENCE_SECS = 5.0
@@ -38,6 +40,10 @@ def main() -> None:
         distributed.join(process.coordinator, process.rank, process.ranks, MEET_SECS)
     if process.gpu is not None:
         distributed.drive(process.gpu)
+    if process.role == "shadow" and process.shadow_level == str(Level.PROCESS.value):
+        for library in LIBRARIES:
+            importlib.import_module(library)
+        member_of(process).wait_at(Level.PROCESS)
     script = sys.argv[1]
     sys.argv = sys.argv[1:]
     sys.path[0] = str(Path(script).resolve().parent)

@@ -47,6 +47,7 @@ class Injector:
         self._gpu = gpu
         # Between two marks unless a chunk is named: before the first mark nothing of the update is in place yet. One chunk has no between.
         self._control, self._between = control, range(min(1, chunks - 1), chunks)
+        self._fired = 0  # how often the request has that is not taken yet
 
     def check(self, phase: Phase, step: int, chunk: int) -> None:
         """Called at each phase of each step; does nothing unless there is a new request that names this place."""
@@ -63,10 +64,13 @@ class Injector:
         wanted = control[Word.INJECT_CHUNK]
         if phase is Phase.UPDATE and (chunk not in self._between if wanted == ANY else chunk != wanted):
             return
-        control[Word.INJECT_TAKEN] = sequence
+        self._fired, kind = self._fired + 1, KINDS[control[Word.INJECT_KIND]]
+        if kind is not FailureKind.OOM or self._fired >= control[Word.INJECT_TIMES]:
+            self._fired = 0
+            control[Word.INJECT_TAKEN] = sequence
         control[Word.INJECT_FIRED_STEP] = step
         control[Word.INJECT_FIRED_NS] = time.monotonic_ns()
-        fail(KINDS[control[Word.INJECT_KIND]], step, self._gpu)
+        fail(kind, step, self._gpu)
 
 
 def fail(kind: FailureKind, step: int, gpu: int | None = None) -> None:

@@ -16,7 +16,7 @@ from leto_jax import errors
 from leto_jax.arena.control import Control
 from leto_jax.arena.memory import Arena, HostArena
 from leto_jax.arena.rank import Arenas, arena_names, map_arenas, segment_names
-from leto_jax.config import Process
+from leto_jax.config import Level, Process
 from leto_jax.layout import Layout
 from leto_jax.manager import protocol
 from leto_jax.manager.client import Descriptor, ManagerClient
@@ -26,6 +26,7 @@ AGENT_SOCKET = "agent.sock"
 CHECKPOINT_FILE = "checkpoint.json"  # in the runtime directory: where the agent wants the state
 SEND_SECS = 10.0
 MANAGER_SECS = 20.0
+RECLAIM_SECS = 45.0  # for the agent to end the shadows: two deadlines of its own, and a turn of its loop
 
 
 def blob_names(rank: int) -> tuple[str, str]:
@@ -43,17 +44,30 @@ def control_name(rank: int) -> str:
 
 @dataclasses.dataclass(frozen=True)
 class Promotion:
-    """The agent's order to a shadow: the old trainers are dead, the epoch is raised."""
+    """The agent's order to a shadow: the old trainers are dead, the epoch is raised. level: at which it came. ns: when, in CLOCK_MONOTONIC."""
 
     epoch: int
+    level: Level
+    ns: int
+
+
+@functools.cache
+def member_of(process: Process) -> Member:
+    """The process's own, made once: a shadow may wait before its script begins, and then comes to its session with the same connections."""
+    return Member(process)
 
 
 class Member:
-    """Owns the two connections of one process. One thread uses it; events may come from any."""
+    """Owns the two connections of one process. One thread uses it; events may come from any.
+
+    promotion: of a shadow, once it has come.
+    """
 
     def __init__(self, process: Process):
         self._sending = threading.Lock()
         self.process = process
+        self.promotion: Promotion | None = None
+        self._top = int(process.shadow_level) if process.role == "shadow" else 0
         self.manager = ManagerClient(process.socket, process.role, process.rank, process.incarnation)
         self._agent = protocol.connect(process.socket.parent / AGENT_SOCKET, deadline=time.monotonic() + SEND_SECS, what="the agent")
         self._send({"op": "hello", "role": process.role, "rank": process.rank, "incarnation": process.incarnation, "pid": os.getpid()})
@@ -153,9 +167,16 @@ class Member:
         found = json.loads((self.process.socket.parent / CHECKPOINT_FILE).read_text())
         return str(found["directory"]), bool(found["last"])
 
-    def wait_for_promotion(self) -> Promotion:
-        """Blocks until the agent promotes this shadow. Has no deadline: waiting is a shadow's job; the guardian ends it with the job."""
-        while True:
+    def wait_at(self, level: Level, note: str = "") -> None:
+        """A shadow has come to `level`. Unless it may go on to a higher one it says that it is ready, and blocks until it may, or is promoted.
+
+        All ranks of several are told the same in the same order, so that they leave in the same way. note: for the journal.
+        Has no deadline: waiting is a shadow's job; the guardian ends it with the job.
+        """
+        if self.promotion is not None or level < self._top:
+            return
+        self.event("ready", level=level, note=note)
+        while self.promotion is None and level >= self._top:
             try:
                 message, fds = protocol.receive(self._agent, deadline=time.monotonic() + 3600)
             except errors.DeadlineError:
@@ -165,9 +186,24 @@ class Member:
                 time.sleep(MANAGER_SECS)
                 raise SystemExit(1) from exception
             protocol.close_fds(fds)
-            if message.get("op") == "promote":
+            if message.get("op") == "rise":
+                self._top = int(message["level"])
+            elif message.get("op") == "promote":
+                came_ns = time.monotonic_ns()
                 self._ask(lambda: self.manager.become("trainer", self.process.rank, self.process.incarnation))
-                return Promotion(int(message["epoch"]))
+                self.promotion = Promotion(int(message["epoch"]), level, came_ns)
+
+    def reclaim(self, step: int) -> int:
+        """As a trainer that has run out of memory in `step`: has the agent end the shadows. Returns the epoch that this trainer has from here on.
+
+        Raises DeadlineError, ProtocolError if the agent is gone, JobError if it does not take this process for the trainer.
+        Cost: as long as processes take to die.
+        """
+        self._send({"op": "reclaim", "step": step})
+        reply, fds = protocol.receive(self._agent, deadline=time.monotonic() + RECLAIM_SECS)
+        protocol.close_fds(fds)
+        protocol.raise_error(reply)
+        return int(reply["epoch"])
 
     def _ask[T](self, request: Callable[[], T]) -> T:
         """A request to the manager; once more after a reconnect if the manager was replaced meanwhile."""

@@ -70,7 +70,7 @@ def rehearse(
         _rehearse(job, run, key, device, use, arenas, ranks.rank)
         return ""
     except jax.errors.JaxRuntimeError as exception:
-        if "RESOURCE_EXHAUSTED" not in str(exception) or ranks.count > 1:  # else the others would wait for what does not come
+        if not errors.out_of_memory(exception) or ranks.count > 1:  # else the others would wait for what does not come
             raise
         return f"no memory to rehearse: {str(exception).splitlines()[0]}"
     finally:

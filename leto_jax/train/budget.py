@@ -9,6 +9,7 @@ from typing import Any
 from leto_jax import errors
 from leto_jax.arena import cuda
 from leto_jax.arena.rank import scratch_bytes
+from leto_jax.config import AUTO, PARKED, Level
 from leto_jax.layout import Layout
 
 CONTEXT_BYTES = 640 << 20  # of a process with CUDA, cuBLAS and its loaded programs; measured: 0.53 GiB idle
@@ -26,20 +27,25 @@ def temporary_bytes(programs: Mapping[str, Any]) -> int:
     return most
 
 
-def rows(layout: Layout, temporary: int, shadow: bool) -> list[tuple[str, int, str]]:
-    """(what, bytes, note): what is taken beside a trainer that has opened the device. shadow: whether there will be one."""
+def rows(layout: Layout, temporary: int, level: str) -> list[tuple[str, int, str]]:
+    """(what, bytes, note): what is taken beside a trainer that has opened the device. level: of the shadow, one of `config.SHADOW_LEVELS`."""
+    loaded = CONTEXT_BYTES + scratch_bytes(layout) + temporary
+    shadow = {str(Level.LOADED.value): loaded, PARKED: loaded, str(Level.DEVICE.value): CONTEXT_BYTES}.get(level, 0)
+    note = "its context; while it rehearses gradients, and the same"
+    if level == AUTO:
+        note = f"where there is room, {loaded / 2**30:.2f} GiB for its context, and while it rehearses for gradients and the same"
     return [
         ("retained", layout.device_bytes, "state, gap, gradients, staging, log"),
         ("trainer", temporary, "the largest program's temporary memory"),
-        ("shadow", shadow * (CONTEXT_BYTES + scratch_bytes(layout) + temporary), "its context; while it rehearses gradients, and the same"),
+        ("shadow", shadow, note),
         ("margin", MARGIN_BYTES, "the driver, fragments, what the script itself keeps"),
     ]
 
 
-def check(layout: Layout, programs: Mapping[str, Any], gpu: int, shadow: bool) -> None:
-    """Prints the table on stderr. Raises MemoryBudgetError with it if the device has not that much free."""
+def check(layout: Layout, programs: Mapping[str, Any], gpu: int, level: str) -> None:
+    """Prints the table on stderr. Raises MemoryBudgetError with it if the device has not that much free. level: as for `rows`."""
     free, total = cuda.memory(gpu)
-    found = rows(layout, temporary_bytes(programs), shadow)
+    found = rows(layout, temporary_bytes(programs), level)
     needed = sum(nbytes for _, nbytes, _ in found)
     lines = [f"  {what:<10}{nbytes / 2**30:>9.2f} GiB  {note}" for what, nbytes, note in found]
     table = "\n".join([f"GPU {gpu}: {free / 2**30:.2f} of {total / 2**30:.2f} GiB are free, {needed / 2**30:.2f} are needed", *lines])

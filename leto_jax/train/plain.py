@@ -20,7 +20,7 @@ from jax.sharding import PartitionSpec
 from leto_jax import errors
 from leto_jax.arena.control import Word
 from leto_jax.checkpoint.frozen import GROUPS, Form
-from leto_jax.config import METRICS_FILE
+from leto_jax.config import METRICS_FILE, Level
 from leto_jax.faults import Phase
 from leto_jax.layout import LeafSpec
 from leto_jax.rmu import programs
@@ -79,14 +79,15 @@ class PlainSession(Session):
         key, example = self._look_around()
         self._example_form = programs.leaf_specs(example), jax.tree_util.tree_structure(example)
         self._compiles = count_compiles()
+        if process.role == "shadow":
+            member.wait_at(Level.DEVICE)
         self._spread = resolve(self._sharding, jax.eval_shape(lambda k: self._init(k)[0], key), example)
         with jax.set_mesh(self._spread.mesh) if self._spread is not None else contextlib.nullcontext():
             make = self._compile_plainly(key, example)
         control = self._listen(member, 1)
-        if process.role == "shadow":
+        if process.role == "shadow" and member.promotion is None:
             self._rehearse_plainly(make, example)
-            member.event("ready", level=3, note="", bytes=0)
-            member.wait_for_promotion()
+            member.wait_at(Level.LOADED)
         began, compiles = time.monotonic_ns(), self._compiles()
         self._claim()
         self._at(Phase.INIT, 0, -1)
@@ -194,7 +195,7 @@ class PlainSession(Session):
     def _drawn(self, step: int, position: bytes, batch: PyTree) -> None:
         pass
 
-    def _advance(self, step: int, leaves: Sequence[np.ndarray]) -> None:
+    def _advance(self, step: int, leaves: Sequence[np.ndarray]) -> int:
         self._at(Phase.COMPUTE, step, -1)
         batch = jax.tree_util.tree_unflatten(self._batch_form[1], leaves)
         self._groups, loss, metrics, finite = self._run(self._groups, self._joined(batch), self._key, self._number(step))
@@ -206,6 +207,7 @@ class PlainSession(Session):
             )
         self._at(Phase.DRAIN, step, -1)
         self._at(Phase.BODY, step, -1)
+        return 0
 
     def _view(self) -> State:
         return _state(self._groups, self._commit)

@@ -22,7 +22,7 @@ from leto_jax.arena.rank import Arenas, private_arenas
 from leto_jax.checkpoint import frozen
 from leto_jax.checkpoint.announced import Announced
 from leto_jax.checkpoint.frozen import Form, Frozen
-from leto_jax.config import IN_PLACE, METRICS_FILE, PERSISTENT_TIER, TIERS, Process, Protection, for_gpu
+from leto_jax.config import IN_PLACE, METRICS_FILE, PARKED, PERSISTENT_TIER, TIERS, Level, Process, Protection, for_gpu
 from leto_jax.faults import Phase
 from leto_jax.layout import LeafSpec
 from leto_jax.records import Kind
@@ -33,10 +33,11 @@ from leto_jax.rmu.retained import Retained
 from leto_jax.rmu.spread import Sharding
 from leto_jax.shadow import cache, executables, prewarm
 from leto_jax.shadow.inject import Injector
-from leto_jax.shadow.member import Member, Promotion
+from leto_jax.shadow.member import Member, Promotion, member_of
 from leto_jax.train import budget, data
 from leto_jax.train.device import count_compiles, only_device
 from leto_jax.train.digest import state_digest
+from leto_jax.train.retry import Retry
 from leto_jax.train.ring import Ring
 from leto_jax.train.rows import MetricsFile
 from leto_jax.train.state import State, retained_state, user_tree
@@ -140,6 +141,7 @@ class Session:
         self._member: Member | None = None
         self._control: Control | None = None
         self._keeper: Keeper | None = None
+        self._retry: Retry | None = None
         self._copies: HostMemory | None = None
         self._announced: Announced | None = None
         self._entered = self._iterated = False
@@ -156,7 +158,7 @@ class Session:
         if self._process is None or self._process.role == "plan":
             self._enter()
             return self
-        self._member = member = Member(self._process)
+        self._member = member = member_of(self._process)
         try:
             self._enter()
         except (errors.ProtocolError, errors.DeadlineError):
@@ -174,6 +176,10 @@ class Session:
         key = self._key if programs.is_key(self._key) else jax.random.wrap_key_data(self._key)
         self._key_data = jax.random.key_data(key)
         self._source = data.source(self._dataset)
+        if self._gpu is None and self._process is not None and self._process.shadow_level == PARKED:
+            raise errors.UsageError(
+                f"--shadow-level {PARKED}: expected a GPU, whose state CUDA moves to host memory, found the CPU backend; take auto, 3, 2, 1 or 0"
+            )
         return key, data.source(self._dataset).next(1)
 
     def _enter(self) -> None:
@@ -235,7 +241,8 @@ class Session:
         if self._gpu is not None:
             executables.check_in_place(self._job, compiled)
             alone = self._process is None  # then XLA has taken what it wants already
-            budget.check(self._job.layout, {} if alone else compiled, self._gpu, self._process is not None and self._process.shadow)
+            level = str(Level.NONE.value) if self._process is None else self._process.shadow_level
+            budget.check(self._job.layout, {} if alone else compiled, self._gpu, level)
         return compiled
 
     def _compile_or_load(self, lowered, identity: executables.Identity) -> Mapping[str, Callable]:
@@ -274,23 +281,25 @@ class Session:
             return executables.unpack(memoryview(blob.read()), lowered)
 
     def _wait_as_shadow(self, lowered, identity: executables.Identity) -> None:
-        """Loads, rehearses, reports ready, and blocks until promoted; then maps the retained state and goes on."""
-        member, control = self._member, self._control
+        """Loads, rehearses, and blocks until promoted, at its level; then does what is left, maps the retained state and goes on."""
+        member = self._member
         assert member is not None
-        assert control is not None
-        assert self._process is not None
+        member.wait_at(Level.DEVICE)
+        before = self._compiles()
         found = member.published(PROGRAMS_DEADLINE_SECS)
         if found is None:
             raise errors.DeadlineError(
                 f"shadow: expected the first trainer to publish its programs within {PROGRAMS_DEADLINE_SECS:.0f} s, found none"
             )
         run = self._load(found, lowered, identity)
-        skipped = prewarm.rehearse(
-            self._job, executables.over_ranks(self._job, run), self._key_data, self._device, [self._rehearse_user], self._ranks
-        )
-        member.event("ready", level=3 if not skipped else 2, note=skipped, bytes=self._job.layout.device_bytes)
-        promotion = member.wait_for_promotion()
-        before = self._compiles()
+        if member.promotion is None:
+            skipped = prewarm.rehearse(
+                self._job, executables.over_ranks(self._job, run), self._key_data, self._device, [self._rehearse_user], self._ranks
+            )
+            member.wait_at(Level.LOADED, skipped)
+            before = self._compiles()
+        promotion = member.promotion
+        assert promotion is not None
         started = time.monotonic_ns()
         self._claim()
         arenas = member.take_arenas(self._job.layout, self._gpu)
@@ -320,6 +329,8 @@ class Session:
         stages: dict[str, float] = {}
         clock = time.monotonic_ns()
         if promotion is not None:
+            if promotion.level < Level.LOADED:
+                stages["rise"] = (started - promotion.ns) / 1e9
             stages["attach"] = (clock - started) / 1e9
 
         @contextlib.contextmanager
@@ -328,17 +339,9 @@ class Session:
             yield
             stages[name] = (time.monotonic_ns() - begin) / 1e9
 
-        self._retained = Retained(self._job, arenas.device, arenas.host, arenas.metadata, self._device, arenas.peer)
-        self._transaction = transaction_type(self._job)(
-            self._retained,
-            executables.over_ranks(self._job, run),
-            epoch,
-            self._at,
-            self._ranks.rank,
-            self._process is not None and self._process.wait_for_parity,
-        )
+        self._programs, self._arenas = run, arenas
         self._ring = Ring(arenas.host, self._job.layout)
-        recovered = rollforward.recover(self._retained, self._transaction, stage, self._pictures, self._ranks.rank, self._exchange)
+        recovered = self._attach(epoch, stage)
         action, reason, again = recovered.plan.action.value, recovered.plan.reason, False
         if recovered.plan.action is Action.FILL:
             self._at(Phase.INIT, 0, -1)  # no takeover: nothing was there
@@ -373,6 +376,36 @@ class Session:
             self._member.event("attached", commit=self._commit, action=action, reason=reason, stages=stages)
         if self._control is not None:
             self._control.enter(Phase.BODY)  # what the script does from here on is its own
+            if self._member is not None and self._ranks.count == 1:  # of several, the others would wait in a collective
+                self._retry = Retry(self._member, self._control, self._let_go, self._attach_again)
+
+    def _attach(self, epoch: int, stage: rollforward.Stage = lambda name: contextlib.nullcontext()) -> rollforward.Recovered:
+        """Views of the retained memory, a transaction over it, and what the last one has left brought to a commit."""
+        arenas = self._arenas
+        self._retained = Retained(self._job, arenas.device, arenas.host, arenas.metadata, self._device, arenas.peer)
+        self._transaction = transaction_type(self._job)(
+            self._retained,
+            executables.over_ranks(self._job, self._programs),
+            epoch,
+            self._at,
+            self._ranks.rank,
+            self._process is not None and self._process.wait_for_parity,
+        )
+        return rollforward.recover(self._retained, self._transaction, stage, self._pictures, self._ranks.rank, self._exchange)
+
+    def _let_go(self) -> None:
+        """Drops what lives in device memory besides what is retained, for `_attach_again`."""
+        self.state.die()
+        self._transaction.abandon()
+
+    def _attach_again(self, epoch: int) -> rollforward.Recovered:
+        """The step that was cut off is done now, or is to be tried again."""
+        stale_ns = self._transaction.stale_ns
+        recovered = self._attach(epoch)
+        self._transaction.stale_ns += stale_ns
+        if recovered.commit is not None and recovered.commit > self._commit:
+            self._at(Phase.BODY, recovered.commit, -1)
+        return recovered
 
     def _pictures(self, mine: Picture) -> list[Picture]:
         """What every rank's retained memory shows."""
@@ -644,7 +677,7 @@ class Session:
         if self._control is not None:
             self._control[Word.ARMED_SINCE_NS] = begin
         old = self.state
-        self._advance(step, leaves)
+        begin += self._advance(step, leaves)
         end = time.monotonic_ns()
         self._commit = step
         self.step_secs.append((end - begin) / 1e9)
@@ -713,9 +746,13 @@ class Session:
         """The leaves of a batch, and the tree that they make."""
         return self._job.layout.spec.batch, self._job.trees.batch
 
-    def _advance(self, step: int, leaves: Sequence[np.ndarray]) -> None:
-        """From commit `step - 1` to commit `step`."""
-        self._transaction.step(step, leaves, self._key_data)
+    def _advance(self, step: int, leaves: Sequence[np.ndarray]) -> int:
+        """From commit `step - 1` to commit `step`. Returns the nanoseconds that do not belong to the step."""
+        attempt = lambda: self._transaction.step(step, leaves, self._key_data)
+        if self._retry is not None:
+            return self._retry.run(step, attempt)
+        attempt()
+        return 0
 
     def _view(self) -> State:
         return retained_state(self._retained, self._commit)

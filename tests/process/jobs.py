@@ -290,10 +290,19 @@ class Run:
         return pid
 
     def inject(
-        self, kind: str, phase: str, chunk: int = -1, step: int = -1, when_ready: bool = True, secs: float = START_SECS, rank: int = 0
+        self,
+        kind: str,
+        phase: str,
+        chunk: int = -1,
+        step: int = -1,
+        when_ready: bool = True,
+        secs: float = START_SECS,
+        rank: int = 0,
+        times: int = 1,
     ) -> int:
         """As `leto inject`: returns the step at which it fired."""
-        message = {"op": "inject", "rank": rank, "kind": kind, "phase": phase, "step": step, "chunk": chunk, "when_ready": when_ready}
+        message = {"op": "inject", "rank": rank, "kind": kind, "phase": phase, "step": step, "chunk": chunk}
+        message |= {"when_ready": when_ready, "times": times}
         return client.ask(self.job, {**message, "deadline_secs": secs}, secs + 5)["fired_step"]
 
     def inject_on_the_way(self, kind: str, phase: str, when_ready: bool = True, **options: Any) -> int:

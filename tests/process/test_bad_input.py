@@ -286,7 +286,7 @@ def talk_nonsense(run: Run) -> None:
                     answer += piece
             assert not answer or b"ProtocolError" in answer
     asked = {
-        "agent: expected hello, event, status, inject, checkpoint or stop, found 'nonsense'": {"op": "nonsense"},
+        "agent: expected hello, event, status, inject, checkpoint, reclaim or stop, found 'nonsense'": {"op": "nonsense"},
         "agent: expected a request with all its fields, found something else (KeyError: 'incarnation')": {"op": "hello"},
         "found something else (ValueError: 'nonsense' is not a valid FailureKind)": {
             "op": "inject",
@@ -294,6 +294,7 @@ def talk_nonsense(run: Run) -> None:
             "phase": "compute",
         },
         "found something else (KeyError: 'phase')": {"op": "inject", "kind": "sigkill"},
+        "reclaim: expected the trainer of this job, found another process": {"op": "reclaim", "step": 1},
     }
     for message, request in asked.items():
         with pytest.raises(errors.LetoError) as caught:
@@ -337,7 +338,15 @@ WRONG_VALUES = {
     ("run", "--nproc-per-node", 2, "--debug", TINY): "--debug: expected one rank with it, found --nproc-per-node 2",
     ("inject", "--rank", -1): "--rank: expected 0 or more, found -1",
     ("run", "--nnodes", 2, TINY): "--nnodes, --rdzv-endpoint: not in this version",
-    ("run", "--shadow-level", "parked", TINY): "--shadow-level parked: not in this version",
+    ("run", "--shadow-level", 4, TINY): "--shadow-level: expected one of auto, 3, parked, 2, 1, 0, found '4'",
+    (
+        "run",
+        "--shadow-level",
+        "parked",
+        "--nproc-per-node",
+        2,
+        TINY,
+    ): "--shadow-level parked: expected one rank with it, found --nproc-per-node 2",
     ("run", "--max-restarts", -1, TINY): "--max-restarts: expected 0 or more",
     ("run", "--max-restarts-without-progress", 0, TINY): "--max-restarts-without-progress: expected 1 or more",
     ("run", "--body-timeout-secs", 0, TINY): "--body-timeout-secs: expected a positive number of seconds, found 0.0",
@@ -348,6 +357,7 @@ WRONG_VALUES = {
         "flood",
     ): "--kind: expected one of sigkill, sigstop, exception, illegal_address, trap, spin, oom, page_loss, page_corruption, exit, inoperable, found 'flood'",
     ("inject", "--phase", "sleep"): "--phase: expected one of compute, decide, update, commit, drain, takeover, body, found 'sleep'",
+    ("inject", "--times", 0): "--times: expected 1 or more, found 0",
     ("inject", "--chunk", 1): "--chunk: goes with --phase update, found --phase compute",
     ("report", "a/b"): "a job name is 1 to 64 of the characters",
     ("report",): "report: expected the journal of a job under ",

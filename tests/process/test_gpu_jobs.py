@@ -53,6 +53,42 @@ def test_a_failure_is_survived_to_the_bit(jobs, kind, phase):
     run.finish_as_if_nothing_had_happened(STEPS)
 
 
+@pytest.mark.parametrize(("phase", "action"), [("compute", "redo"), ("update", "roll_forward")])
+def test_out_of_memory_is_survived_in_the_same_process(jobs, phase, action):
+    run = jobs.start(steps=STEPS)
+    run.allow(5)
+    run.wait_for_step(5, READY_SECS)
+    run.wait_for_shadow(READY_SECS)
+    trainer = run.pid("trainer")
+    step = run.inject_on_the_way("oom", phase)
+    found = run.wait_for("retried")
+    assert (found["step"], found["action"]) == (step, action)
+    assert run.pid("trainer") == trainer
+    run.finish_as_if_nothing_had_happened(STEPS)
+    assert run.events("failure") == []
+
+
+@pytest.mark.parametrize("level", ["parked", 2, 1])
+def test_a_shadow_below_level_3_takes_over(jobs, level):
+    run = jobs.start(steps=STEPS, options=("--shadow-level", level))
+    run.allow(5)
+    run.wait_for_step(5, READY_SECS)
+    alone = used_bytes()
+
+    def waits() -> bool:
+        return ("shadow", "ready", level) in [(rank["role"], rank["phase"], rank["level"]) for rank in run.status()["ranks"]]
+
+    wait_until(waits, READY_SECS, lambda: f"a shadow at level {level}; {run.status()}\n{run.err}")
+    if level != 2:
+        assert used_bytes() - alone < SETTLED_BYTES
+    run.inject_on_the_way("sigkill", "update")
+    found = run.wait_for("takeover")
+    assert (found["path"], found["level"]) == ("shadow", level)
+    assert found["stages"]["unpark" if level == "parked" else "rise"] > 0
+    print({key: found[key] for key in ("level", "takeover_secs", "stages", "compiles")})
+    run.finish_as_if_nothing_had_happened(STEPS)
+
+
 def test_the_manager_dies_and_then_the_trainer(jobs):
     run = jobs.start(steps=STEPS)
     run.allow(4)

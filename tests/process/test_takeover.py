@@ -9,6 +9,7 @@ import time
 import pytest
 
 from leto_jax.config import Deadlines
+from leto_jax.goodput import report
 
 CHUNKS = 4  # of the tiny model
 NAMED = (
@@ -91,7 +92,6 @@ def test_killed_at_ten_places_and_ten_times_at_random(jobs, seed):
 KINDS = (
     ("exception", "decide", "exit code 1"),
     ("exit", "commit", "exit code 17"),
-    ("oom", "compute", "exit code 1"),
     ("page_loss", "update", "SIGKILL"),
     ("page_corruption", "decide", "SIGKILL"),
     ("sigstop", "update", "the process was stopped (SIGSTOP) for more than 1 s"),
@@ -124,7 +124,6 @@ def test_every_kind_of_failure(jobs):
             assert limit - armed_before <= taken["detect_secs"] < limit + 1
             assert run.status()["hang_deadline_secs"] >= Deadlines.hang_floor
     assert "leto_jax.shadow.inject.InjectedFault: injected at step" in run.err
-    assert "RESOURCE_EXHAUSTED" in run.err
     # A stop from outside, while nothing is computed: the same published time.
     run.wait_for_shadow()
     run.kill(number=signal.SIGSTOP)
@@ -132,6 +131,34 @@ def test_every_kind_of_failure(jobs):
     assert (taken["kind"], taken["phase"]) == ("stopped", "body")
     assert Deadlines.stopped <= taken["detect_secs"] < Deadlines.stopped + 1
     run.finish_as_if_nothing_had_happened(steps)
+
+
+@pytest.mark.timeout(300)
+def test_out_of_memory_is_survived_once_at_each_step(jobs):
+    run = jobs.start(steps=30)
+    run.wait_for_shadow()
+    trainer, shadow = run.pid("trainer"), run.pid("shadow")
+    for number, (phase, action) in enumerate([("compute", "redo"), ("update", "roll_forward")], 1):
+        step = run.inject_on_the_way("oom", phase, when_ready=number == 1)
+        found = run.wait_for("retried", number)
+        assert (found["step"], found["action"]) == (step, action)
+        assert found["reason"].startswith("RESOURCE_EXHAUSTED")
+        assert 0 < found["secs"] < 30
+        assert run.pid("trainer") == trainer
+    assert run.wait_for("released")["reason"].startswith("the trainer ran out of memory in step ")
+    assert run.events("failure") == []
+    run.wait_for_shadow()
+    assert run.pid("shadow") != shadow
+    # Twice at one step: the shadow is gone already, so that a new process goes on.
+    step = run.inject_on_the_way("oom", "decide", times=2)
+    found = run.wait_for("failure")
+    assert (found["kind"], found["phase"], found["step"], found["reason"]) == ("oom", "decide", step - 1, "exit code 1")
+    assert run.wait_for("takeover")["path"] == "cold"
+    assert "RESOURCE_EXHAUSTED" in run.err
+    run.finish_as_if_nothing_had_happened(30)
+    assert len(run.events("retried")) == 2
+    spent = report.summarise(run.events())
+    assert sum(spent["badput_secs"].values()) == pytest.approx(spent["wall_secs"])
 
 
 @pytest.mark.timeout(300)

@@ -109,10 +109,11 @@ def test_a_rank_that_is_stopped_or_stuck_is_noticed(jobs):
 
 
 def test_parity_at_the_peer_rebuilds_and_is_reported(jobs):
-    run = start(jobs, 2, STEPS, "--peer-parity", 1, options=("--wait-for-parity",))
+    """By a shadow of level 1, whose ranks have met and not begun."""
+    run = start(jobs, 2, STEPS, "--peer-parity", 1, options=("--wait-for-parity", "--shadow-level", 1))
     run.inject_on_the_way("page_corruption", "update", rank=0)
     found = run.wait_for("takeover")
-    assert (found["repaired_pages"], found["path"]) == (1, "shadow")
+    assert (found["repaired_pages"], found["path"], found["level"]) == (1, "shadow", 1)
     finish(run, jobs, 2, STEPS, "--peer-parity", "1")
     assert run.events("ended")[-1]["peer_stale_secs"] is not None
 

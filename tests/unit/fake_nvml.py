@@ -34,6 +34,7 @@ class Gpu:
     mps_clients: int = 0
     recovery_action: int = 0
     ecc_uncorrected: int = 0
+    free: int = 100 << 30
     remapped: tuple[int, int, int, int] = (0, 0, 0, 0)
     retired_pages: int = 0
     retirement_pending: int = 0
@@ -96,6 +97,10 @@ class FakeNvml:
     def nvmlDeviceGetName(self, gpu: Gpu) -> str:
         self._fail(gpu, "nvmlDeviceGetName")
         return gpu.name
+
+    def nvmlDeviceGetMemoryInfo(self, gpu: Gpu) -> Any:
+        self._fail(gpu, "nvmlDeviceGetMemoryInfo")
+        return types.SimpleNamespace(free=gpu.free)
 
     def nvmlDeviceGetMigMode(self, gpu: Gpu) -> list[int]:
         self._fail(gpu, "nvmlDeviceGetMigMode")

@@ -40,12 +40,14 @@ def test_what_is_written_in_place_is_not_counted_twice():
 def test_the_table_is_printed_and_adds_up(device, capsys):
     device(100)
     layout = small_layout()
-    budget.check(layout, {"a": program(2 * GIB, 0, 0)}, 3, shadow=True)
+    budget.check(layout, {"a": program(2 * GIB, 0, 0)}, 3, "3")
     said = capsys.readouterr().err
     needed = layout.device_bytes + scratch_bytes(layout) + 4 * GIB + budget.CONTEXT_BYTES + budget.MARGIN_BYTES
     assert f"leto: GPU 3: 100.00 of 140.00 GiB are free, {needed / GIB:.2f} are needed" in said
-    assert {what: nbytes for what, nbytes, _ in budget.rows(layout, 2 * GIB, shadow=False)}["shadow"] == 0
-    assert sum(nbytes for _, nbytes, _ in budget.rows(layout, 2 * GIB, shadow=True)) == needed
+    shadow = lambda level: {what: nbytes for what, nbytes, _ in budget.rows(layout, 2 * GIB, level)}["shadow"]
+    assert [shadow(level) for level in ("auto", "1", "0")] == [0, 0, 0]  # auto: training goes on without the room for one
+    assert shadow("2") == budget.CONTEXT_BYTES
+    assert sum(nbytes for _, nbytes, _ in budget.rows(layout, 2 * GIB, "parked")) == needed
 
 
 def test_too_little_is_refused_with_what_takes_what(device):
@@ -53,7 +55,7 @@ def test_too_little_is_refused_with_what_takes_what(device):
     with pytest.raises(
         errors.MemoryBudgetError, match=r"(?s)GPU 0: 1.00 of 140.00 GiB are free, .* are needed.*retained.*shadow.*take a smaller model"
     ):
-        budget.check(small_layout(), {}, 0, shadow=True)
+        budget.check(small_layout(), {}, 0, "3")
 
 
 @pytest.mark.filterwarnings("ignore:Some donated buffers were not usable")

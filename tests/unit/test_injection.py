@@ -14,7 +14,8 @@ from leto_jax.config import Deadlines
 from leto_jax.errors import JobError, UsageError
 from leto_jax.faults import Phase
 from leto_jax.manager import protocol
-from leto_jax.shadow.inject import KINDS, FailureKind
+from leto_jax.shadow import inject
+from leto_jax.shadow.inject import KINDS, FailureKind, Injector
 
 
 class Notes:
@@ -98,6 +99,33 @@ def test_what_did_not_fire_in_time(control, sockets):
         injection.serve(in_loop, False)
         assert answer(ours)["error"]["message"] == f"inject: the job did not come to {wanted} in time; nothing was injected"
         assert control[Word.INJECT_TAKEN] == control[Word.INJECT_SEQUENCE]  # it must not fire later
+
+
+def test_one_that_is_survived_is_answered_when_it_has_fired_for_the_last_time(control, sockets, monkeypatch):
+    ours, theirs = sockets
+    injection, fired = Injection([control], Notes(), Deadlines()), []
+    monkeypatch.setattr(inject, "fail", lambda kind, step, gpu: fired.append((kind, step)))
+    injector = Injector(control, chunks=4)
+    injection.survived()  # an error of the trainer's own
+    ask(injection, theirs, kind="oom", times=2)
+    injection.serve({0}, False)
+    injection.survived()
+    assert injection.fired() is None
+    injector.check(Phase.COMPUTE, 5, -1)
+    injection.survived()
+    injector.check(Phase.COMPUTE, 5, -1)
+    with pytest.raises(JobError, match="another injection is still waiting"):
+        ask(injection, theirs)
+    injection.survived()
+    assert answer(ours) == {"ok": True, "fired_step": 5, "kind": "oom"}
+    injector.check(Phase.COMPUTE, 6, -1)
+    assert fired == [(FailureKind.OOM, 5)] * 2
+    assert injection.fired() is None  # the next failure is another one
+    ask(injection, theirs, kind="exception", times=2)  # a process dies of it once
+    injection.serve({0}, False)
+    injector.check(Phase.COMPUTE, 7, -1)
+    injector.check(Phase.COMPUTE, 8, -1)
+    assert fired[2:] == [(FailureKind.EXCEPTION, 7)]
 
 
 def test_a_step_that_is_over_or_never_comes(control, sockets):

@@ -61,6 +61,15 @@ def test_lives():
     ]
 
 
+def test_a_shadow_that_was_released_is_no_more():
+    events = journal()
+    events.insert(6, log(13, "released", incarnation=2))
+    start = events[0]["time"]
+    assert ("shadow, ready", 11.0, 13.0) in [
+        (role, round(first - start, 2), round(last - start, 2)) for role, _, first, last in page.lives(events)
+    ]
+
+
 @pytest.mark.parametrize("with_rows", [True, False])
 def test_a_page_needs_nothing_else(tmp_path, with_rows):
     events = journal(restored=True)

@@ -106,7 +106,7 @@ def takeover(
     """From the end of the fence, at `at`, to the end of the first step at `at` + 1. Attached after 0.2 s, the first step takes 0.6 s."""
     stages = stages or STAGES
     early = {name: secs for name, secs in stages.items() if name != "first_step"}
-    details = {"takeover_secs": 0.6, "detect_secs": 0.03, "plain_step_secs": 0.5, "path": "shadow", "plan": action, **fields}
+    details = {"takeover_secs": 0.6, "detect_secs": 0.03, "plain_step_secs": 0.5, "path": "shadow", "level": 3, "plan": action, **fields}
     return [
         log(at, "fence", incarnation=incarnation - 1, secs=0.07),
         log(at + 0.01, "operability", operable=True),
@@ -159,10 +159,32 @@ def test_two_takeovers_one_recomputes_and_one_rolls_forward():
         "lost_steps": 1,
         "compiles": 0,
         "path": "shadow",
+        "level": 3,
         "plain_step_secs": 0.5,
     }
     assert report.takeover_secs(found["takeovers"][0], 0.4) == pytest.approx(0.7)
     assert [found["takeovers"][1][key] for key in ("kind", "phase", "step", "compiles")] == ["page_loss", "update", 12, 2]
+
+
+def test_a_step_that_ran_out_of_memory_is_booked_up_to_its_second_try():
+    events = [
+        *begin(),
+        log(15, "released", incarnation=2),
+        log(15.8, "retried", incarnation=1, step=7, action="redo", secs=0.4),
+        *end(20, 1, steps=10, step_secs=5.5, commit=10),
+    ]
+    expected = {
+        "productive": 5.0,
+        "initialisation": 9.0,
+        "first_step_overhead": 0.5,
+        "body_and_data": 5.1,
+        "roll_forward": 0.4,
+        "shutdown": 1.0,
+    }
+    assert spent(events) == pytest.approx(expected)
+    # In the very first step it is a part of the way there.
+    events.insert(3, log(9, "retried", incarnation=1, step=1, action="redo", secs=0.3))
+    assert spent(events) == pytest.approx(expected)
 
 
 def test_a_commit_that_the_control_words_did_not_show_is_kept():

@@ -16,7 +16,7 @@ from leto_jax.arena.control import Control, Word
 from leto_jax.arena.memory import HostArena
 from leto_jax.arena.metadata import BYTES, HostMetadata
 from leto_jax.arena.rank import arena_names
-from leto_jax.config import Process
+from leto_jax.config import Level, Process
 from leto_jax.faults import Phase, Point
 from leto_jax.records import Kind, Record
 from leto_jax.rmu.recovery import Life
@@ -81,8 +81,7 @@ class Rank:
             sys.exit(1)
         promoted = process.role == "shadow"
         if promoted:
-            member.event("ready", level=3, note="", bytes=0)
-            member.wait_for_promotion()
+            member.wait_at(Level.LOADED)
         control.claim(os.getpid(), process.incarnation, self.args.steps)
         self.meet()
         commit = min(control[Word.COMMIT], *(peer[Word.COMMIT] for peer in self.peers.values()))
