@@ -555,11 +555,11 @@ class Agent:
                 self._coordinator_ended(generation, f"it did not listen within {deadlines.coordinator:g} s")
                 return
         if shadows is not None and trainers is not None and not shadows.ready and time.monotonic() - shadows.began > deadlines.init:
-            self._shadows_ended(shadows, 0, Kind.HANG, f"it was not ready within {deadlines.init:g} s")
+            self._shadows_ended(shadows, 0, Kind.HANG, f"it was not ready within {deadlines.init:g} s ({shadows.stages})")
             return
         if trainers is None:
             if shadows is not None and self._pending is not None and time.monotonic() - self._pending.since > deadlines.init:
-                self._say(f"the shadow was not ready within {deadlines.init:g} s")
+                self._say(f"the shadow was not ready within {deadlines.init:g} s ({shadows.stages})")
                 self._end_shadows(f"it was not ready within {deadlines.init:g} s")
                 self._recover()
             return
@@ -760,7 +760,7 @@ class Agent:
         if name == "ready":
             child.ready, child.level = True, int(message["level"])
             set_priority(child.pid, 0)
-            self.journal.write("ready", **who, level=child.level, note=str(message["note"]))
+            self.journal.write("ready", **who, level=child.level, note=str(message["note"]), stages=message["stages"])
             if generation is not self._shadows or not generation.ready:
                 return
             if self._pending is None or self._trainers is not None:
@@ -769,6 +769,8 @@ class Agent:
                 path = self._pending.path
                 epoch = self._promote()
                 self.journal.write("decision", action="promote", reason="the shadow that was loading is ready", path=path, epoch=epoch)
+        elif name == "stage":
+            child.stage = str(message["stage"])
         elif name == "refused":
             child.refused, child.lost = str(message["reason"]), bool(message.get("lost", False))
             self.journal.write("refused", **who, reason=child.refused)

@@ -120,6 +120,11 @@ class Generation:
         return min((child.level for child in self.children), default=0)
 
     @property
+    def stages(self) -> str:
+        """What shadows that are not ready are at."""
+        return ", ".join(self.named(child.rank, child.stage) for child in self.children if not child.ready)
+
+    @property
     def running(self) -> list[Child]:
         return [child for child in self.children if child.returncode is None]
 

@@ -29,6 +29,7 @@ class Child:
         self.pidfd = os.pidfd_open(popen.pid)
         self.ready = False
         self.greeted = False
+        self.stage = "start"  # of a shadow's way to being ready
         self.level = 0  # `config.Level` at which it is, or was last, ready
         self.parked = False  # its GPU state is in host memory
         self.refused = ""

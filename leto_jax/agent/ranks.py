@@ -93,7 +93,7 @@ class Ranks:
         """One process for `leto status`."""
         control, trainer = self.controls[child.rank], generation.role == "trainer"
         try:
-            phase = control.phase.value if trainer else ("ready" if child.ready else "loading")
+            phase = control.phase.value if trainer else ("ready" if child.ready else f"loading: {child.stage}")
         except errors.RecordError:
             phase = "unknown"
         return {

@@ -20,7 +20,7 @@ from leto_jax import errors
 EVENTS: dict[str, tuple[str, ...]] = {
     "start": ("job", "script", "arguments", "attached"),
     "spawn": ("role", "rank", "incarnation", "pid", "path"),
-    "ready": ("rank", "incarnation", "level", "note"),
+    "ready": ("rank", "incarnation", "level", "note", "stages"),
     "level": ("level", "reason", "free_bytes"),
     "released": ("incarnation", "reason"),
     "refused": ("rank", "incarnation", "reason"),

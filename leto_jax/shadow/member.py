@@ -68,9 +68,20 @@ class Member:
         self.process = process
         self.promotion: Promotion | None = None
         self._top = int(process.shadow_level) if process.role == "shadow" else 0
+        self._stages: dict[str, float] = {}  # seconds that each has taken, in order
+        self._stage, self._stage_began = "", 0.0
         self.manager = ManagerClient(process.socket, process.role, process.rank, process.incarnation)
         self._agent = protocol.connect(process.socket.parent / AGENT_SOCKET, deadline=time.monotonic() + SEND_SECS, what="the agent")
         self._send({"op": "hello", "role": process.role, "rank": process.rank, "incarnation": process.incarnation, "pid": os.getpid()})
+
+    def enter(self, stage: str) -> None:
+        """A shadow begins with a part of its way to being ready: for `leto status` now, for the journal once it is ready. '': with none."""
+        now = time.monotonic()
+        if self._stage:
+            self._stages[self._stage] = self._stages.get(self._stage, 0.0) + now - self._stage_began
+        self._stage, self._stage_began = stage, now
+        if stage and self.process.role == "shadow":
+            self.event("stage", stage=stage)
 
     def event(self, name: str, **fields: Any) -> None:
         """Tells the agent something for its journal. A dead agent is no error here: the manager and the guardian see to that."""
@@ -175,7 +186,8 @@ class Member:
         """
         if self.promotion is not None or level < self._top:
             return
-        self.event("ready", level=level, note=note)
+        self.enter("")
+        self.event("ready", level=level, note=note, stages=self._stages)
         while self.promotion is None and level >= self._top:
             try:
                 message, fds = protocol.receive(self._agent, deadline=time.monotonic() + 3600)

@@ -45,11 +45,12 @@ def rehearse(
     device: jax.Device,
     use: Sequence[Callable[[Retained, int], None]],
     ranks: Ranks = ALONE,
+    enter: Callable[[str], None] = lambda stage: None,
 ) -> str:
     """Fills scratch arenas, trains two steps on zeros, crashes before the third update, recovers (CPU); then calls each of `use` with the result.
 
     So all programs, both address sets and the takeover path have run once, and the ranks are connected. Returns '' or why it was not done: too
-    little memory, for one, on any rank.
+    little memory, for one, on any rank. enter: told what begins.
     Cost: on the CPU memory of one state, freed at the end, and one compute, whose result stands for the others; on a GPU memory of the
     gradients, and the time of three steps.
     """
@@ -59,15 +60,17 @@ def rehearse(
     nbytes = job.layout.host_bytes + job.layout.peer_bytes + (job.layout.device_bytes if gpu is None else 0)
     arenas, problem = None, ""
     try:
+        enter("scratch memory")
         limits.check(nbytes, "rehearsing a takeover on scratch memory")
         arenas = scratch_arenas(job.layout, gpu)
     except errors.MemoryBudgetError as exception:
         problem = str(exception)
+    enter("meet")
     try:
         if problem := ranks.agree("memory to rehearse", problem, MEET_SECS):
             return problem
         assert arenas is not None
-        _rehearse(job, run, key, device, use, arenas, ranks.rank)
+        _rehearse(job, run, key, device, use, arenas, ranks.rank, enter)
         return ""
     except jax.errors.JaxRuntimeError as exception:
         if not errors.out_of_memory(exception) or ranks.count > 1:  # else the others would wait for what does not come
@@ -86,7 +89,9 @@ def _rehearse(
     use: Sequence[Callable[[Retained, int], None]],
     arenas: Arenas,
     rank: int,
+    enter: Callable[[str], None],
 ) -> None:
+    enter("rehearse the fill")
     gpu = views.gpu_number(device)
     retained = Retained(job, arenas.device, arenas.host, arenas.metadata, device, arenas.peer)
     transaction = transaction_type(job)(retained, run, epoch=1, at=lambda *_: None, rank=rank)
@@ -97,15 +102,19 @@ def _rehearse(
     # Zeros may not suit the loss. What a GPU's scratch memory holds may differ between ranks, and so may what they make of it.
     unfit = (errors.NonFiniteLossError,) if gpu is None else (errors.NonFiniteLossError, errors.UnrecoverableError)
     for _ in range(2):
+        enter("rehearse compute")
         transaction.compute(commit + 1, batch, key)
+        enter("rehearse decide")
         try:
             intent = transaction.decide(commit + 1)
         except unfit:
             intent = Record(Kind.INTENT, 1, commit + 1, body=(*retained.digest(commit + 1), len(job.layout.chunks)))
         commit += 1
+        enter("rehearse the update")
         transaction.update(commit, intent)
         transaction.commit(commit, intent)
         transaction.drain(commit)
+    enter("rehearse a takeover")
     transaction.compute(commit + 1, batch, key)
     with contextlib.suppress(*unfit):
         transaction.decide(commit + 1)
@@ -118,5 +127,6 @@ def _rehearse(
         for piece in {piece.row_bytes: piece for piece in job.layout.pieces}.values():
             jax.block_until_ready(again.checksums(piece, commit))
     again.close()
+    enter("rehearse the script")
     for function in use:
         function(retained, commit)

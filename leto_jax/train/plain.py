@@ -86,6 +86,7 @@ class PlainSession(Session):
             make = self._compile_plainly(key, example)
         control = self._listen(member, 1)
         if process.role == "shadow" and member.promotion is None:
+            member.enter("rehearse the script")
             self._rehearse_plainly(make, example)
             member.wait_at(Level.LOADED)
         began, compiles = time.monotonic_ns(), self._compiles()

@@ -197,6 +197,8 @@ class Session:
                 "--wait-for-parity: expected Protection(peer_parity=1) or more in the session, found 0: there is no peer to wait for"
             )
         in_place = None if self._gpu is None else self._device
+        if self._member is not None:
+            self._member.enter("trace")
         self._job = programs.trace(self._init, self._step.spec, batch, key, protection, in_place, self._sharding)
         if self._process is not None and self._process.role == "plan":
             if self._ranks.rank == 0:
@@ -286,6 +288,7 @@ class Session:
         assert member is not None
         member.wait_at(Level.DEVICE)
         before = self._compiles()
+        member.enter("load")
         found = member.published(PROGRAMS_DEADLINE_SECS)
         if found is None:
             raise errors.DeadlineError(
@@ -293,8 +296,9 @@ class Session:
             )
         run = self._load(found, lowered, identity)
         if member.promotion is None:
+            programs_over_ranks = executables.over_ranks(self._job, run)
             skipped = prewarm.rehearse(
-                self._job, executables.over_ranks(self._job, run), self._key_data, self._device, [self._rehearse_user], self._ranks
+                self._job, programs_over_ranks, self._key_data, self._device, [self._rehearse_user], self._ranks, member.enter
             )
             member.wait_at(Level.LOADED, skipped)
             before = self._compiles()

@@ -123,6 +123,8 @@ def test_every_kind_of_failure(jobs):
             armed_before = 0.5 if kind == "spin" else 0.0  # its deadline counts from the dispatch of compute, detect_secs from the fault
             assert limit - armed_before <= taken["detect_secs"] < limit + 1
             assert run.status()["hang_deadline_secs"] >= Deadlines.hang_floor
+    ways = [item["stages"] for item in run.events("ready")]
+    assert all({"trace", "load", "rehearse the fill", "rehearse the update", "rehearse a takeover"} <= set(stages) for stages in ways)
     assert "leto_jax.shadow.inject.InjectedFault: injected at step" in run.err
     # A stop from outside, while nothing is computed: the same published time.
     run.wait_for_shadow()
