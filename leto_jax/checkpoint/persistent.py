@@ -143,7 +143,7 @@ def _restore_foreign(form: Form, path: Path, step: int) -> Frozen:
     ocp = _orbax()
     items = [item for item in sorted(path.iterdir()) if (item / "_METADATA").is_file()]
     for item in items:
-        with ocp.StandardCheckpointer() as checkpointer:
+        with ocp.StandardCheckpointer(multiprocessing_options=_by_itself()) as checkpointer:
             found = checkpointer.restore(item)
         if isinstance(found, dict) and "params" in found:
             break
@@ -200,10 +200,9 @@ def _leaves(form: Form, tree: dict[str, Any]) -> dict[str, list[np.ndarray]]:
 
 @contextlib.contextmanager
 def _manager(path: Path, keep: int | None, read_only: bool = False) -> Iterator[Any]:
-    """An Orbax manager of the directory; what it has to say on being opened is not for our users. This process is by itself there, also where it
-    is one of several ranks: Orbax must not wait for the others in a collective."""
+    """An Orbax manager of the directory; what it has to say on being opened is not for our users."""
     ocp, log = _orbax(), logging.getLogger("absl")
-    level, own = log.level, jax.process_index()
+    level = log.level
     log.setLevel(logging.ERROR)
     try:
         if not read_only:
@@ -213,14 +212,18 @@ def _manager(path: Path, keep: int | None, read_only: bool = False) -> Iterator[
             create=False,
             read_only=read_only,
             enable_async_checkpointing=False,
-            multiprocessing_options=ocp.options.MultiprocessingOptions(
-                primary_host=own, active_processes={own}, barrier_sync_key_prefix=f"leto{own}"
-            ),
+            multiprocessing_options=_by_itself(),
         )
         with ocp.CheckpointManager(path, item_names=ITEMS, options=options) as manager:
             yield manager
     finally:
         log.setLevel(level)
+
+
+def _by_itself() -> Any:
+    """For Orbax: this process alone reads and writes, also where it is one of several ranks, and waits for no other one in a collective."""
+    own = jax.process_index()
+    return _orbax().options.MultiprocessingOptions(primary_host=own, active_processes={own}, barrier_sync_key_prefix=f"leto{own}")
 
 
 def _orbax() -> Any:

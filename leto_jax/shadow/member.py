@@ -174,8 +174,11 @@ class Member:
             return Control(descriptor.fd)
 
     def checkpoint_request(self) -> tuple[str, bool]:
-        """The directory that the agent wants a checkpoint in, and whether it ends this process then."""
-        found = json.loads((self.process.socket.parent / CHECKPOINT_FILE).read_text())
+        """The directory that the agent wants a checkpoint in, '' if it has given up, and whether it ends this process then."""
+        try:
+            found = json.loads((self.process.socket.parent / CHECKPOINT_FILE).read_text())
+        except FileNotFoundError:
+            return "", False
         return str(found["directory"]), bool(found["last"])
 
     def wait_at(self, level: Level, note: str = "") -> None:

@@ -597,6 +597,8 @@ class Session:
 
         asked, begin, problem = control[Word.CHECKPOINT_ASKED], time.monotonic(), ""
         directory, last = member.checkpoint_request()
+        if not directory and self._ranks.rank == 0:  # another rank may have seen it, and leaves its part for nobody
+            return
         with self.section("checkpoint", CHECKPOINT_SECS):
             try:
                 state = self._freeze(self._commit, self._leaves, self._position())()
