@@ -96,7 +96,7 @@ class Form:
                 if spread.is_cut(part):
                     leaves[name][n] = np.empty(spec.shape, leaves[name][n].dtype)
                     for rank, shard in enumerate(shards):
-                        leaves[name][n][spread.place(spec.shape, part, rank)] = shard.leaves[name][n]
+                        leaves[name][n][spread.lies_at(spec.shape, part, rank)] = shard.leaves[name][n]
         return Frozen(shards[0].step, leaves, tuple(position for shard in shards for position in shard.positions))
 
     def cut(self, whole: Frozen, rank: int) -> Frozen:
@@ -113,7 +113,8 @@ class Form:
             return dataclasses.replace(whole, positions=(position,))
         leaves = {
             name: [
-                np.ascontiguousarray(leaf[spread.place(leaf.shape, part, rank)]) for leaf, part in zip(group, self.parts[name], strict=True)
+                np.ascontiguousarray(leaf[spread.lies_at(leaf.shape, part, rank)])
+                for leaf, part in zip(group, self.parts[name], strict=True)
             ]
             for name, group in whole.leaves.items()
         }

@@ -101,7 +101,7 @@ class Spread:
         """Whether ranks keep different shards."""
         return math.prod(self._factors(len(part), part)) > 1
 
-    def place(self, shape: Sequence[int], part: PartitionSpec, rank: int) -> tuple[slice, ...]:
+    def lies_at(self, shape: Sequence[int], part: PartitionSpec, rank: int) -> tuple[slice, ...]:
         """Where in a whole leaf of `shape` the shard of a rank lies."""
         found = NamedSharding(self.mesh, part).devices_indices_map(tuple(shape))
         return found[self.mesh.devices.flat[self.by_rank[rank]]]

@@ -104,8 +104,8 @@ def test_plan_shows_what_would_be_taken_and_takes_nothing(jobs):
 
 
 def test_the_plan_of_several_ranks_is_that_of_one_ranks_shards(jobs):
-    whole = leto("run", "--plan", TINY)
-    half = leto("run", "--plan", "--nproc-per-node", 2, TINY, "--cut", "rows")
+    whole = leto("run", "--plan", TINY, "--width", 1024)
+    half = leto("run", "--plan", "--nproc-per-node", 2, TINY, "--width", 1024, "--cut", "rows")
     assert (whole.returncode, half.returncode) == (0, 0), half.stderr
     mib = lambda done: float(re.search(r"parameters +│ +([0-9.]+)", done.stdout)[1])
     assert mib(half) == pytest.approx(mib(whole) / 2, rel=0.2)

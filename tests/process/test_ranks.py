@@ -6,13 +6,10 @@ import json
 import os
 import re
 import signal
-from pathlib import Path
 
 import pytest
 from jobs import END_SECS, TINY, Jobs, Run, leto, wait_until
 
-from leto_jax import errors
-from leto_jax.agent import client
 from leto_jax.agent.processes import state_letter
 from leto_jax.config import Deadlines
 
@@ -163,9 +160,6 @@ def test_what_one_rank_says_is_said_for_all(jobs):
 
     # Its state is kept: of two ranks, for two ranks.
     assert json.loads(leto("status", "--job", gave_up.job, "--json").stdout)["state"] == "kept"
-    done = leto("checkpoint", "--job", gave_up.job, jobs.root / "checkpoints")
-    assert done.returncode == 2
-    assert "checkpoint: expected a job of one rank, found one of 2" in done.stderr
     done = leto("run", "--job", gave_up.job, TINY)
     assert done.returncode == 2
     assert (
@@ -187,12 +181,9 @@ def test_cold_starts_that_lead_nowhere_wait(jobs):
     assert leto("stop", "--job", run.job).returncode == 0
 
 
-def test_checkpoint_of_a_running_job_of_several_ranks(jobs, tmp_path: Path):
+def test_all_ranks_die_with_their_agent(jobs):
     run = start(jobs, steps=3, options=("--shadow-level", 0))
     run.wait_for_step(1)
-    with pytest.raises(errors.UsageError, match="checkpoint: expected a job of one rank, found one of 2"):
-        client.ask(run.job, {"op": "checkpoint", "directory": str(tmp_path), "deadline_secs": 5.0})
-    # Its agent dies, and everything that it has started.
     first = pids(run, "trainer")
     run.kill_agent()
     wait_until(lambda: all(state_letter(pid) in ("", "Z") for pid in first), END_SECS, lambda: f"still there: {run.carriers()}")

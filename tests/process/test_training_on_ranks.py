@@ -87,7 +87,17 @@ def test_a_death_in_the_takeover_and_a_lost_page(jobs):
 def test_a_rank_that_is_stopped_or_stuck_is_noticed(jobs):
     """SIGSTOP; a body that does not come back, for which its peer waits in a collective. Both within the time that `leto status` tells."""
     run = start(
-        jobs, 2, STEPS, "--sleep-at", 9, "--sleep-secs", 600, "--on-rank", 1, options=("--hang-floor-secs", 2, "--body-timeout-secs", 4)
+        jobs,
+        2,
+        STEPS,
+        "--sleep-at",
+        9,
+        "--sleep-secs",
+        600,
+        "--on-rank",
+        1,
+        "--wait-in-section",
+        options=("--hang-floor-secs", 2, "--body-timeout-secs", 4),
     )
     run.allow(5)
     run.wait_for_step(5)
